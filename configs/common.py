@@ -1,0 +1,185 @@
+"""The paper's setting. Every other config states only what differs from it.
+
+Values come from the SESA paper, from Search Self-play (SSP) where SESA states
+none, and from us where neither does; the comment at each says which.
+A preset is a named difference, picked by the text behind the colon:
+`--config=configs/smollm2_135m.py:no_distillation`.
+"""
+
+import difflib
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+PRESETS = {
+  "sesa": {},
+  # An empty bank at the start, all else on.
+  "no_priming": {"bank.prime": "none"},
+  # Nothing is admitted; credit, retirement and retrieval stay on.
+  "no_distillation": {"distillation.admit": False},
+  # SSP's reward, and every question with a failure is recorded: both halves.
+  "no_frontier": {"frontier.reward": "failure", "frontier.gate": "any_failure"},
+  "no_bell": {"frontier.reward": "failure"},
+  "no_gate": {"frontier.gate": "any_failure"},
+}
+
+
+def role() -> ConfigDict:
+  """Values that both policies share."""
+  return ConfigDict(
+    dict(
+      temperature=1.0,  # SSP; top-p and top-k are off in training
+      turns=10,  # action turns an episode, SSP
+      turn_tokens=1024,  # sampled tokens a turn, ours
+      episode_tokens=12_288,  # prompt + response, SSP
+      learning_rate=1e-6,  # SSP
+      warmup_updates=5,  # SSP
+      minibatch_questions=128,  # SSP; at most one update for fewer questions
+      clip_low=0.2,  # SSP
+      clip_high=0.285,  # SSP
+      kl_coefficient=0.01,  # SSP: k3, in the loss
+    )
+  )
+
+
+def question_set(path: str, size: int, answerable: bool = False) -> ConfigDict:
+  """Names questions to take from a file.
+
+  Args:
+    path: FlashRAG JSONL or a TSV; "assets:..." or a path.
+    size: questions, drawn by the seed; 0 takes all, in order.
+    answerable: only those whose answer is in BM25's first 5 passages.
+  """
+  return ConfigDict(dict(path=path, size=size, answerable=answerable))
+
+
+def get_config(variant: str = "sesa") -> ConfigDict:
+  """Returns the paper's values, unlocked for a config to change."""
+  solver, challenger = role(), role()
+  solver.group_size = 5  # attempts a question, SESA
+  solver.baseline = "group"  # (r - mean)/std within the question, SESA
+  challenger.group_size = 1  # proposals a seed, SSP
+  challenger.baseline = "batch"  # a group of one has none of its own
+  challenger.invalid = "endpoint"  # or "mask", "zero", "penalty"
+  challenger.invalid_penalty = 0.1  # for "penalty" alone
+  challenger.min_searches = placeholder(int)  # None: 1 for a one-hop seed, else 2
+  config = ConfigDict(
+    dict(
+      name="common",
+      seed=0,
+      iterations=200,  # SSP: 150-200
+      questions=256,  # seeds and solver questions an iteration, SSP
+      challenger=challenger,
+      solver=solver,
+      policy=dict(
+        source="hf",  # "hf": a folder; "gguf": a file; "random": tiny tests
+        path="",  # "assets:NAME/..." is looked up in the assets folder
+        template="native",  # the backbone's own chat template
+        example=False,  # a worked episode in the prompt, for very small models
+        compute_dtype="bfloat16",
+        remat=True,
+      ),
+      mesh=dict(fsdp=1, tensor=1),
+      learner=dict(
+        loss="grpo",  # sequence mean of token means
+        std_epsilon=1e-6,
+        importance_cap=2.0,  # engine against learner, ours
+        adam_b1=0.9,
+        adam_b2=0.999,
+        adam_eps=1e-8,
+        weight_decay=0.01,  # verl's default
+        gradient_clip=1.0,  # verl's default
+        microbatch_rows=8,
+        row_multiple=512,  # rows are padded to a multiple of this
+        chunk_tokens=1024,  # tokens whose logits exist at once
+      ),
+      engine=dict(
+        slots=64,
+        steps_per_dispatch=32,
+        prefill_chunk=256,
+        deterministic=True,  # same seed, same bytes; waits for pending tools
+      ),
+      environment=dict(
+        passages_per_search=3,  # SSP
+        observation_tokens=768,  # ours
+        max_malformed=1,  # ours
+        max_answer_words=32,  # SSP
+        max_query_characters=500,  # ours
+      ),
+      frontier=dict(
+        reward="bell",  # SESA
+        low=0.0,
+        high=1.0,
+        endpoint_penalty=0.1,  # not published; ours
+        gate="frontier",  # or "any_failure", "off"
+        min_right=1,
+        min_wrong=1,
+      ),
+      verifier=dict(
+        answerer="judge",  # or "solver", the paper's formula
+        tokens=70,  # SSP: greedy, at most so many
+        max_tokens=8192,  # the check's whole prompt; noise is cut first
+        noise=4,  # trajectories that lend their passages, SSP
+        probes=32,  # candidates also asked with noise alone, and with nothing
+      ),
+      pool=dict(
+        refill="replay",  # or "mask": a slot without a valid question is empty
+        empty_every=10,  # iterations, SSP
+        fixed={},  # questions that the pool starts with, see `question_set`
+        keep_fixed=False,
+      ),
+      bank=dict(
+        prime="seeds15",  # or "none", or "mined:PATH"
+        capacity=800,  # SESA
+        top=3,  # SESA
+        min_score=placeholder(float),  # cosine floor, ours; None is off
+        block_tokens=512,  # the rendered skills, ours
+        threshold=0.93,  # admission, E5-base-v2's, SESA
+        credit="rollout",  # or "majority", "relative"
+        retire_after=3,  # showings, SESA
+      ),
+      encoder=dict(  # a folder of a BERT; "hash" hashes words, for tests
+        path="", query_prefix="query: ", passage_prefix="passage: "
+      ),
+      distillation=dict(
+        distiller="chat",  # or "offline"
+        every=10,  # iterations, SESA
+        min_pending=20,  # SESA
+        max_records=30,  # SESA
+        queue_size=300,  # SESA
+        keep="newest",  # or "best"
+        passage_tokens=1500,  # evidence in a record, SESA
+        admit=True,
+      ),
+      search=dict(engine="search_r1", k1=0.9, b=0.4, passage_words=100),
+      corpus=(),  # files, "assets:..." or paths
+      seeds=dict(source="jsonl", path="", hops=(1, 2, 3)),
+      eval=dict(
+        every=10,  # iterations; 0 is off. Before and after are always run
+        sets={},  # name -> `question_set`
+        banks=("none", "final"),
+        turns=10,  # SSP
+        confidence=0.95,
+      ),
+      lost_limit=0.02,  # share of lost episodes or verdicts that stops a run
+      checkpoint=dict(keep=2, milestone_every=50),
+    )
+  )
+  return with_preset(config, variant)
+
+
+def with_preset(config: ConfigDict, variant: str) -> ConfigDict:
+  """Applies a preset of `PRESETS` to a config.
+
+  Raises:
+    ValueError: the preset is unknown; lists those that exist.
+  """
+  if variant not in PRESETS:
+    near = difflib.get_close_matches(variant, PRESETS, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+      f"Unknown variant {variant!r}.{hint} Choices: {', '.join(PRESETS)}."
+    )
+  config.update_from_flattened_dict(PRESETS[variant])
+  config.preset = variant
+  return config

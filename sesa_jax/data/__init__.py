@@ -1,0 +1,1 @@
+"""Reads corpora, seeds and benchmark questions from files."""

@@ -1,0 +1,161 @@
+"""Reads questions with known answers: benchmarks, and fixed training sets."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sesa_jax.language import ENGLISH, Language, as_targets
+from sesa_jax.types import Question, SearchEngine, SearchFailure
+
+# A whole field in the quotes of CSV: inside, every quote is doubled.
+_QUOTED = re.compile(r'"((?:[^"]|"")*)"')
+
+
+def load_questions(
+  path: str | Path, *, source: str | None = None, hops: int = 1
+) -> tuple[Question, ...]:
+  """Reads a file of questions, one a line.
+
+  * `.jsonl`: `{"question", "golden_answers": [..]}` as FlashRAG has it;
+    `answer` may stand for `golden_answers`.
+  * `.txt`, `.tsv`: question, tab, Python list of answers, as the topic files of
+    pyserini have it, with or without CSV's quotes; or JSON lines as above.
+
+  Args:
+    path: the file.
+    source: names the file in the ids; `<folder>/<file>` if None.
+    hops: that the questions are said to need.
+
+  Returns:
+    questions in the order of the file, none left out. The id is
+    `<source>/<line, from 0>`: ids of the files themselves restart with each
+    file. The seed id is the same, for no seed gave rise to them.
+
+  Raises:
+    ValueError: the file is missing, of another kind or empty, or a line is
+      malformed (names file and line).
+  """
+  path = Path(path)
+  if not path.is_file():
+    raise ValueError(f"No questions at {path}: there is no such file.")
+  if path.suffix not in (".jsonl", ".txt", ".tsv"):
+    raise ValueError(
+      f"{path}: questions come as .jsonl, .txt or .tsv, not {path.suffix!r}."
+    )
+  source = source or f"{path.parent.name}/{path.stem}"
+  questions = []
+  # Not splitlines: questions hold other line separators, such as U+2028.
+  for i, line in enumerate(_text(path).split("\n")):
+    if not line.strip():
+      continue
+    try:
+      is_json = path.suffix == ".jsonl" or line.startswith("{")
+      text, targets = _json_row(line) if is_json else _tsv_row(line)
+    except ValueError as error:
+      raise ValueError(f"{path}:{i + 1}: {error}") from None
+    id = f"{source}/{i}"
+    questions.append(Question(id, text, targets, hops, id, "fixed"))
+  if not questions:
+    raise ValueError(f"{path} holds no question.")
+  return tuple(questions)
+
+
+def answerable(
+  questions: Sequence[Question],
+  search: SearchEngine,
+  k: int = 5,
+  min_characters: int = 4,
+  *,
+  seed: int | None = None,
+  language: Language = ENGLISH,
+) -> Iterator[Question]:
+  """Yields the questions that a corpus answers, by a rough test.
+
+  An answer of at least `min_characters` characters must occur, at token
+  boundaries, in the title or text of one of the k best passages for the
+  question. Searches go on only as far as questions are taken, so
+  `itertools.islice` gets the first few cheaply.
+
+  Args:
+    questions: any.
+    search: over the corpus.
+    k: passages that are looked at.
+    min_characters: of an answer that counts; short ones occur by chance.
+    seed: shuffles the questions; None keeps their order.
+    language: whose token boundaries are used.
+
+  Raises:
+    RuntimeError: a search was lost; to go on would select by luck.
+  """
+  order = np.arange(len(questions))
+  if seed is not None:
+    order = np.random.default_rng(seed).permutation(len(questions))
+  for i in order:
+    question = questions[i]
+    answers = [t for t in question.targets if len(t) >= min_characters]
+    if not answers:
+      continue
+    (found,) = search.search([question.text], k)
+    if isinstance(found, SearchFailure):
+      raise RuntimeError(f"Search for {question.id} was lost: {found.reason}")
+    texts = (f"{passage.title}\n{passage.text}" for passage in found)
+    if any(language.mentions_any(text, answers) for text in texts):
+      yield question
+
+
+def normalized_text(
+  question: Question | str, language: Language = ENGLISH
+) -> str:
+  """Returns the form in which two questions count as the same."""
+  text = question if isinstance(question, str) else question.text
+  return " ".join(language.tokens(text))
+
+
+def _text(path: Path) -> str:
+  # Bytes, because text mode would turn \r within a line into \n.
+  return path.read_bytes().decode("utf-8")
+
+
+def _json_row(line: str) -> tuple[str, tuple[str, ...]]:
+  row = json.loads(line)
+  if not isinstance(row, dict):
+    raise ValueError(f"not an object but a {type(row).__name__}")
+  text = row.get("question")
+  answers = row.get("golden_answers", row.get("answer"))
+  if not isinstance(text, str) or not text.strip() or answers is None:
+    raise ValueError(
+      f"expected the fields question and golden_answers (or answer), found "
+      f"{sorted(row)}"
+    )
+  return text.strip(), as_targets(answers)
+
+
+def _tsv_row(line: str) -> tuple[str, tuple[str, ...]]:
+  text, tab, answers = line.rstrip("\r").partition("\t")
+  text = _unquote(text).strip()
+  if not tab or not text:
+    raise ValueError("expected a question, a tab and a list of answers")
+  try:
+    # The list is quoted once as a field; answers can be quoted once more.
+    value = ast.literal_eval(_unquote(answers, times=1))
+  except (ValueError, SyntaxError):
+    raise ValueError(f"{answers!r} is not a list of answers") from None
+  return text, tuple(
+    dict.fromkeys(_unquote(target).strip() for target in as_targets(value))
+  )
+
+
+def _unquote(field: str, times: int = 2) -> str:
+  """Strips CSV's quotes, which some of the files put on twice."""
+  for _ in range(times):
+    match = _QUOTED.fullmatch(field)
+    if not match:
+      break
+    field = match[1].replace('""', '"')
+  return field

@@ -1,0 +1,149 @@
+"""The only file that knows that there are several processes.
+
+One process drives one host. Rollouts are local to a process; what they
+produced on the host is gathered here, so that every process computes the same
+bank, the same batch and the same decision to stop.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_TORCHRUN = ("MASTER_ADDR", "WORLD_SIZE", "RANK")
+
+
+def launch(environ: Mapping[str, str], tpu: bool) -> dict[str, Any] | None:
+  """Reads from the environment how this process was launched.
+
+  torchrun's variables are mapped by hand; SLURM and TPU pods are left to jax,
+  which asks for no arguments there.
+
+  Args:
+    environ: the environment variables.
+    tpu: whether this host has TPU chips that jax may use.
+
+  Returns:
+    The arguments of `jax.distributed.initialize`, or None for one process.
+
+  Raises:
+    ValueError: some of torchrun's variables are set and others are not.
+  """
+  if "RANK" in environ or "WORLD_SIZE" in environ:
+    missing = [name for name in _TORCHRUN if name not in environ]
+    if missing:
+      raise ValueError(
+        f"{', '.join(missing)} not set, although RANK or WORLD_SIZE is. Set "
+        "all of MASTER_ADDR, WORLD_SIZE and RANK for several processes, none "
+        "for one."
+      )
+    if int(environ["WORLD_SIZE"]) == 1:
+      return None
+    # torchrun's own store listens on MASTER_PORT.
+    port = int(environ.get("MASTER_PORT", "29500")) + 1
+    arguments: dict[str, Any] = dict(
+      coordinator_address=f"{environ['MASTER_ADDR']}:{port}",
+      num_processes=int(environ["WORLD_SIZE"]),
+      process_id=int(environ["RANK"]),
+    )
+    if int(environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+      arguments["local_device_ids"] = [int(environ["LOCAL_RANK"])]
+    return arguments
+  # A batch script has SLURM_NTASKS too; only what srun started has a step.
+  if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    return {}
+  if tpu:
+    # Unset on a plain TPU VM, where jax asks the metadata server.
+    names = environ.get("TPU_WORKER_HOSTNAMES")
+    several = names is None or "," in names
+    return {} if several or "MEGASCALE_NUM_SLICES" in environ else None
+  return None
+
+
+def initialize() -> None:
+  """Joins the other processes, if there are any; before any use of jax."""
+  if jax.distributed.is_initialized():
+    return
+  arguments = launch(os.environ, _has_tpu())
+  if arguments is not None:
+    jax.distributed.initialize(**arguments)
+
+
+def _has_tpu() -> bool:
+  """Whether jax may use TPU chips here, without waking them."""
+  platforms = os.environ.get("JAX_PLATFORMS", "tpu").split(",")
+  return (
+    "tpu" in platforms
+    and importlib.util.find_spec("libtpu") is not None
+    and bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
+  )
+
+
+def index() -> int:
+  """This process's number, from 0."""
+  return jax.process_index()
+
+
+def count() -> int:
+  """How many processes there are."""
+  return jax.process_count()
+
+
+def is_lead() -> bool:
+  """Whether this process writes the run's files."""
+  return index() == 0
+
+
+def host_cpu() -> jax.Device:
+  """The host's own CPU device; the first of all would be the lead's."""
+  return jax.local_devices(backend="cpu")[0]
+
+
+def share(items: Sequence[Any]) -> list[Any]:
+  """This process's contiguous part; sizes differ by one at most.
+
+  `gather(share(items)) == list(items)` on every process.
+  """
+  return list(items[_bound(index(), items) : _bound(index() + 1, items)])
+
+
+def _bound(part: int, items: Sequence[Any]) -> int:
+  return len(items) * part // count()
+
+
+def gather(rows: Sequence[Any]) -> list[Any]:
+  """Concatenates all processes' host records, in the order of processes.
+
+  A collective: every process must call it, with as many rows as it likes.
+
+  Args:
+    rows: anything that pickles.
+  """
+  if count() == 1:
+    return list(rows)
+  payload = np.frombuffer(pickle.dumps(list(rows)), np.uint8)
+  # Every process has to bring the same shape: exchange sizes first. The
+  # process's number travels along, since devices need not be sorted by it.
+  header = np.array([index(), payload.size], np.int32)
+  headers = multihost_utils.process_allgather(header)
+  padded = np.zeros(headers[:, 1].max(), np.uint8)
+  padded[: payload.size] = payload
+  payloads = multihost_utils.process_allgather(padded)
+  gathered = []
+  for row in np.argsort(headers[:, 0]):
+    gathered += pickle.loads(payloads[row, : headers[row, 1]].tobytes())
+  return gathered
+
+
+def barrier(name: str) -> None:
+  """Waits until every process has come to the barrier of this name."""
+  if count() > 1:
+    multihost_utils.sync_global_devices(name)

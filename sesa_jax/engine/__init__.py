@@ -1,0 +1,1 @@
+"""Plays episodes: slots, refill, pause and resume."""

@@ -1,0 +1,226 @@
+"""Questions x policy x bank: scores, intervals, predictions, a table.
+
+Greedy, one attempt a question. A bank mode says what is in the prompt:
+`none` is the policy alone, `final` is the bank as it stands.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.box
+import rich.table
+
+from sesa_jax import types
+from sesa_jax.judge import scoring
+from sesa_jax.skills import bank as skill_bank
+from sesa_jax.stages import selfplay
+
+BANKS = ("none", "final")
+PROVES = 385  # questions that bring a 95 % interval near 50 % to +-5 points
+
+
+def interval(right: int, total: int, confidence: float) -> tuple[float, float]:
+  """Wilson's score interval of a share.
+
+    (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
+
+  Source: Wilson, JASA 22 (1927).
+
+  Args:
+    right: successes.
+    total: trials; with none the interval is (0, 1).
+    confidence: 0.95, say.
+  """
+  if total == 0:
+    return 0.0, 1.0
+  z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+  p = right / total
+  middle = p + z * z / (2 * total)
+  half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total))
+  scale = 1 + z * z / total
+  return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def evaluate(
+  weights: Any,
+  bank: skill_bank.SkillBank,
+  sets: Mapping[str, Sequence[types.Question]],
+  tools: types.Tools,
+  config: Any,
+  *,
+  iteration: int,
+) -> list[dict[str, Any]]:
+  """Plays every set under every bank mode.
+
+  Args:
+    weights: the solver's rollout weights.
+    bank: for the mode "final".
+    sets: name -> questions.
+    tools: of the run.
+    config: the run's; reads `eval`, `solver`, `bank`.
+    iteration: iterations that the policy has learned from.
+
+  Returns:
+    One cell a set and bank mode: scores, interval, cost and predictions.
+  """
+  limits = types.Limits(
+    config.solver.turn_tokens, config.solver.episode_tokens, config.eval.turns
+  )
+  cells = []
+  for mode in config.eval.banks:
+    for name, questions in sets.items():
+      began = time.perf_counter()
+      shown, blocks = {}, {}
+      if mode == "final":
+        shown, blocks = show_skills(bank, questions, tools, config)
+      attempts, _ = selfplay.solve(
+        weights,
+        questions,
+        shown,
+        blocks,
+        tools,
+        iteration=iteration,
+        attempts=1,
+        sampling=types.Sampling(temperature=0.0),
+        limits=limits,
+        arm=f"eval/{name}/{mode}",
+      )
+      cells.append(
+        dict(iteration=iteration, set=name, bank=mode)
+        | score(attempts, tools.language, config.eval.confidence)
+        | dict(seconds=time.perf_counter() - began)
+      )
+  return cells
+
+
+def show_skills(
+  bank: skill_bank.SkillBank,
+  questions: Sequence[types.Question],
+  tools: types.Tools,
+  config: Any,
+) -> tuple[dict[str, tuple[types.Skill, ...]], dict[str, str]]:
+  """Retrieves each question's skills and renders them within the budget.
+
+  Returns:
+    question id -> the skills that are shown, and question id -> their block.
+  """
+  found = skill_bank.top(
+    bank,
+    questions,
+    tools.encoder,
+    k=config.bank.top,
+    min_score=config.bank.min_score,
+  )
+  shown, blocks = {}, {}
+  for name, skills in found.items():
+    block, kept = skill_bank.render(
+      skills,
+      lambda text: len(tools.tokenizer.encode(text, add_special_tokens=False)),
+      config.bank.block_tokens,
+    )
+    if kept:
+      shown[name], blocks[name] = kept, block
+  return shown, blocks
+
+
+def score(
+  attempts: Sequence[types.Attempt], language: Any, confidence: float
+) -> dict[str, Any]:
+  """Scores attempts: exact match with its interval, F1, unknown, cost.
+
+  A lost attempt is neither right nor wrong: `em_low` counts it as wrong,
+  `em_high` as right, and `em` is null above 1 % of them.
+  """
+  total = len(attempts)
+  right = sum(a.verdict == types.Verdict.RIGHT for a in attempts)
+  unknown = sum(a.verdict == types.Verdict.UNKNOWN for a in attempts)
+  low, _ = interval(right, total, confidence)
+  _, high = interval(right + unknown, total, confidence)
+
+  def mean(values):
+    return sum(values) / total if total else math.nan
+
+  return dict(
+    n=total,
+    em=right / total if total and unknown <= 0.01 * total else None,
+    em_low=right / total if total else None,
+    em_high=(right + unknown) / total if total else None,
+    em_interval=[low, high],
+    f1=mean(
+      scoring.f1(a.prediction or "", a.question.targets, language)
+      for a in attempts
+    ),
+    unknown=unknown,
+    answered=sum(a.prediction is not None for a in attempts),
+    prompt_tokens=mean(a.episode.prompt_length for a in attempts),
+    searches=mean(
+      sum(t.action == "search" for t in a.episode.turns) for a in attempts
+    ),
+    predictions=[
+      dict(
+        id=a.question.id,
+        question=a.question.text,
+        targets=a.question.targets,
+        prediction=a.prediction,
+        verdict=a.verdict,
+        finish=a.episode.finish,
+        skill_ids=a.skill_ids,
+      )
+      for a in attempts
+    ],
+  )
+
+
+def table(cells: Sequence[Mapping[str, Any]]) -> rich.table.Table:
+  """Lays cells out: a row a set, a column a moment and bank mode."""
+  columns = list(dict.fromkeys((c["iteration"], c["bank"]) for c in cells))
+  last = max((c["iteration"] for c in cells), default=0)
+  out = rich.table.Table(
+    title="Evaluation: exact match (F1), greedy", box=rich.box.SIMPLE_HEAD
+  )
+  out.add_column("set")
+  out.add_column("n", justify="right")
+  for number, mode in columns:
+    moment = {0: "before", last: "after"}.get(number, f"iteration {number}")
+    out.add_column(
+      f"{moment}\nbank {'off' if mode == 'none' else 'on'}", justify="right"
+    )
+  for name in dict.fromkeys(cell["set"] for cell in cells):
+    row = {(c["iteration"], c["bank"]): c for c in cells if c["set"] == name}
+    out.add_row(
+      name,
+      str(next(iter(row.values()))["n"]),
+      *(_cell_text(row[column]) if column in row else "" for column in columns),
+    )
+  return out
+
+
+def _cell_text(cell: Mapping[str, Any]) -> str:
+  if cell["em"] is None:
+    return f"[{cell['em_low']:.0%}, {cell['em_high']:.0%}] unknown"
+  low, high = cell["em_interval"]
+  return f"{cell['em']:.0%} ({cell['f1']:.2f})\n{low:.0%} to {high:.0%}"
+
+
+def caution(cells: Sequence[Mapping[str, Any]], confidence: float) -> str:
+  """Says how much so many questions can show."""
+  columns: dict[tuple, int] = {}
+  for cell in cells:
+    key = (cell["iteration"], cell["bank"])
+    columns[key] = columns.get(key, 0) + cell["n"]
+  total = max(columns.values(), default=0)
+  if not total:
+    return "Nothing was evaluated."
+  low, high = interval(total // 2, total, confidence)
+  said = (
+    f"{total} questions a column: one share near 50 % has a "
+    f"{confidence:.0%} interval of about {low:.0%} to {high:.0%}."
+  )
+  if total < PROVES:
+    said += " So few questions prove nothing about which column is better."
+  return said

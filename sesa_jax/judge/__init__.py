@@ -1,0 +1,1 @@
+"""Judges answers: right, wrong or unknown."""

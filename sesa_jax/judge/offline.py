@@ -1,0 +1,307 @@
+"""The offline distiller: rules that turn a failure into a skill, no model.
+
+It sees what any distiller sees, the failure record. What it writes is put
+together from what was asked (a date, a person, ...), how (directly, by a
+comparison, ...), and what went wrong, read off the prediction, the targets and
+the passages. From the question come only plain words, never one that is part of
+a name, a title or an answer. Its only word lists are English function words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sesa_jax.language import ENGLISH, Language
+from sesa_jax.types import DistillFailure, FailureRecord, Skill
+
+# What is asked: the pattern that matches earliest, of equals the first.
+_ASKED = (
+  ("number", r"\bhow (many|much)\b"),
+  ("measure", r"\bhow (old|long|far|tall|high|deep|large|big|fast|often)\b"),
+  ("date", r"\bwhen\b|\b(what|which) (year|date|day|month|decade|century)\b"),
+  ("place", r"\bwhere\b"),
+  ("person", r"\b(who|whom|whose)\b"),
+  ("reason", r"\bwhy\b"),
+  ("name", r"\b(what|which)\b|$"),
+)
+
+# How it is asked: the first pattern that matches, and its words in a trigger.
+_FORMS = (
+  (r"\b\w+er\b.* or |\bor\b.*\?$", "A choice between two"),
+  (r"\b(most|least|first|last|only)\b|\bthe \w{3,}est\b", "An extreme"),
+  (
+    r"\w.*\b(who|whose|whom|that|where)\b|\w.*\w, \w.*\b(which|what)\b",
+    "A question of several steps",
+  ),
+  (r"", "A direct question"),
+)
+
+# What went wrong, the most telling first, and what is to be learnt from it:
+# description, condition, evidence, avoidance.
+_FAULTS = {
+  "wordy": (
+    "Write the {what} alone, cut out of its sentence.",
+    "when the answer stands inside a longer phrase",
+    "The shortest span that still names the {what}.",
+    "Copying words before and after it.",
+  ),
+  "cut": (
+    "Write the {what} in full.",
+    "when the answer has several words",
+    "The full form, as the page first writes it.",
+    "Keeping one part of a longer answer.",
+  ),
+  "echo": (
+    "The {what} is something that the question does not say.",
+    "and its own words come to mind first",
+    "A new name or number in a sentence with {cues}.",
+    "Answering with words of the question.",
+  ),
+  "kind": (
+    "Check what kind of answer is due: here a {due}.",
+    "and the pages hold names and numbers alike",
+    "A {due} in the sentence with {cues}.",
+    "Giving a {given} instead.",
+  ),
+  "title": (
+    "Read inside the page found: its text has the {what}, its title has not.",
+    "and a page of that topic is found",
+    "The sentence of its text with {cues}.",
+    "Taking the title of a result for the answer.",
+  ),
+  "hop": (
+    "A page found is one step: search from its name for the {what}.",
+    "and the first page only leads to it",
+    "A second page, about what the first one names, with {cues}.",
+    "Stopping at the title of the first page.",
+  ),
+  "neighbour": (
+    "Several candidates share a page: pick the {what} by its own sentence.",
+    "and one page lists more than one",
+    "{Cues} in the same sentence as the right one.",
+    "Taking the candidate {order}.",
+  ),
+  "decoy": (
+    "A near miss: the page tells the {what} of something else, so search on.",
+    "and the results are about a similar thing",
+    "A page whose subject is the one asked about, with {cues}.",
+    "Accepting the only candidate seen.",
+  ),
+  "memory": (
+    "Believe the passages, not memory, for the {what}.",
+    "and a passage with the answer has come",
+    "{Cues} in a passage, beside the answer.",
+    "Writing an answer that no passage contains.",
+  ),
+  "astray": (
+    "Results off the topic: change the query to its rarest word.",
+    "and no result speaks of it",
+    "A title that repeats the rarest word of the question.",
+    "Answering after results about other things.",
+  ),
+  "unfound": (
+    "Do not guess: search anew until a page states the {what}.",
+    "and the pages are on the topic but silent on it",
+    "A sentence that states it, with {cues} or a synonym.",
+    "Answering from memory after {searches}.",
+  ),
+}
+
+_FUNCTION_WORDS = frozenset(
+  """a about after all also am an and any are as at be been before being both
+  but by can could did do does during each for from had has have he her him his
+  how if in into is it its like many may might more most much must name named
+  no not of off on one only or other our out over own same she should so some
+  such than that the their them then there these they this those through to too
+  under until up used very was we were what when where which while who whom
+  whose why will with would you your""".split()
+)
+
+
+@dataclass(frozen=True)
+class OfflineDistiller:
+  """Rules over the failure record alone; a `types.Distiller`."""
+
+  language: Language = ENGLISH
+
+  @property
+  def name(self) -> str:
+    """What its skills give as their origin."""
+    return "offline"
+
+  def distill(
+    self, record: FailureRecord, shown: Sequence[Skill]
+  ) -> Skill | DistillFailure:
+    """Writes the skill of the most telling fault that none of `shown` covers.
+
+    Args:
+      record: the failure.
+      shown: skills that were in the prompt and did not help.
+
+    Returns:
+      A skill with id "", or a failure if `shown` covers every fault.
+    """
+    question = record.question.lower()
+    # `min` keeps the first of equals.
+    asked, _ = min(_ASKED, key=lambda a: _position(a[1], question))
+    form = next(f for p, f in _FORMS if re.search(p, question))
+    covered = {skill.category for skill in shown}
+    for fault in self._faults(record):
+      if f"{asked}: {fault}" not in covered:
+        return self._write(record, asked, form, fault)
+    return DistillFailure("the skills shown cover every fault", outage=False)
+
+  def _faults(self, record: FailureRecord) -> list[str]:
+    """Names of `_FAULTS` that the record shows, in that order."""
+    tokens = self.language.tokens
+    wrong = tokens(record.prediction)
+    right = [tokens(target) for target in record.targets]
+    found = set()
+    if any(_within(target, wrong) for target in right):
+      found.add("wordy")
+    elif any(_within(wrong, target) for target in right):
+      found.add("cut")
+    if wrong and set(wrong) <= set(tokens(record.question)):
+      found.add("echo")
+    if self._kind(record.prediction) != self._kind(record.targets[0]):
+      found.add("kind")
+    pages = "\n".join(f"{p.title}\n{p.text}" for p in record.passages)
+    answer_seen = self.language.mentions_any(pages, record.targets)
+    if wrong in [tokens(passage.title) for passage in record.passages]:
+      found.add("title" if answer_seen else "hop")
+    elif wrong and self.language.mentions_any(pages, record.prediction):
+      found.add("neighbour" if answer_seen else "decoy")
+    elif answer_seen:
+      found.add("memory")
+    else:
+      found.add("unfound" if self._cues(record) else "astray")
+    return [fault for fault in _FAULTS if fault in found]
+
+  def _write(
+    self, record: FailureRecord, asked: str, form: str, fault: str
+  ) -> Skill:
+    cues = self._cues(record)[:2]
+    words = " and ".join(f'"{cue}"' for cue in cues)
+    noun = self._noun(record)
+    what = noun or asked
+    pages = "\n".join(f"{p.title}\n{p.text}" for p in record.passages).lower()
+    reached = pages[: max(0, pages.find(record.prediction.lower()))]
+    later = self.language.mentions_any(reached, record.targets)
+    slots = dict(
+      what=what,
+      cues=words or "the words of the question",
+      Cues=words or "Words of the question",
+      due=self._kind(record.targets[0]),
+      given=self._kind(record.prediction),
+      order="mentioned last" if later else "mentioned first",
+      searches="one look" if record.passages_seen <= 3 else "many results",
+    )
+    description, condition, evidence, avoidance = (
+      text.format(**slots) for text in _FAULTS[fault]
+    )
+    about = f" ({', '.join(cues)})" if cues else ""
+    return Skill(
+      id="",
+      category=f"{asked}: {fault}",
+      description=description,
+      trigger=f"{form} asks for the {what}{about} {condition}.",
+      evidence=evidence,
+      avoidance=avoidance,
+      templates=_templates(
+        form, fault, " ".join(cues) or noun or "{what is asked}"
+      ),
+      origin=self.name,
+      source_question=record.question,
+      source_seed=record.seed_id,
+      created_at=record.iteration,
+    )
+
+  def _kind(self, text: str) -> str:
+    if self.language.normalize_answer(text) in self.language.closed_answers:
+      return "yes or no"
+    return "number or date" if re.search(r"\d", text) else "name"
+
+  def _plain(self, record: FailureRecord, words: Sequence[str]) -> list[str]:
+    """Those words that may be told: in a passage they stand in lower case.
+
+    Part of no name, title or answer, and no function word. A question all in
+    lower case hides its names; the passages tell them.
+    """
+    language = self.language
+    named = [*record.targets, record.prediction, *record.other_predictions]
+    named += language.entities(record.question)
+    seen: set[str] = set()
+    for passage in record.passages:
+      named += [passage.title, *language.entities(passage.text)]
+      seen.update(language.words(passage.text))
+    hidden = {token for text in named for token in language.tokens(text)}
+    return [
+      word
+      for word in dict.fromkeys(words)
+      if word.isalpha()
+      and word.islower()
+      and len(word) > 2
+      and word in seen - hidden - _FUNCTION_WORDS
+    ]
+
+  def _noun(self, record: FailureRecord) -> str:
+    """The noun asked for: river in `Which river is`; "" if there is none.
+
+    What no function word nor mark follows may be an adjective or a verb.
+    """
+    match = re.search(
+      r"\b(?:[Ww]hich|[Ww]hat)(?:'s| is| was| are| were)?(?: the)? ([a-z]+)"
+      r"(?: ([a-z]+)|[?,.]|$)",
+      record.question,
+    )
+    if not match or (match[2] and match[2] not in _FUNCTION_WORDS):
+      return ""
+    return "".join(self._plain(record, [match[1]]))
+
+  def _cues(self, record: FailureRecord) -> list[str]:
+    """Plain words of the question but the noun, the most telling first.
+
+    Those that share a sentence with a target in a passage, then the long ones.
+    """
+    text = "\n".join(passage.text for passage in record.passages)
+    beside = {
+      token
+      for sentence in re.split(r"(?<=[.!?])\s+|\n", text)
+      if self.language.mentions_any(sentence, record.targets)
+      for token in self.language.tokens(sentence)
+    }
+    words = self._plain(record, self.language.words(record.question))
+    noun = self._noun(record)
+    return sorted(
+      (word for word in words if len(word) > 3 and word != noun),
+      key=lambda word: (word not in beside, -len(word)),
+    )
+
+
+def _position(pattern: str, text: str) -> int:
+  match = re.search(pattern, text)
+  return match.start() if match else len(text) + 1
+
+
+def _within(part: Sequence[str], whole: Sequence[str]) -> bool:
+  """Says whether `part` is a proper, unbroken part of `whole`."""
+  n = len(part)
+  return 0 < n < len(whole) and any(
+    list(whole[i : i + n]) == list(part) for i in range(len(whole) - n + 1)
+  )
+
+
+def _templates(form: str, fault: str, topic: str) -> tuple[str, ...]:
+  if fault == "astray":
+    return ("{rarest word of the question}", f"{{entity}} {topic}")
+  if fault == "hop":
+    return (f"{{title of the page found}} {topic}",)
+  if form == "A choice between two":
+    return (f"{{one of the two}} {topic}", f"{{the other}} {topic}")
+  if form == "An extreme":
+    return (f"list of {{kind}} {topic}",)
+  if form == "A question of several steps":
+    return ("{the thing described}", f"{{its name}} {topic}")
+  return (f"{{entity}} {topic}",)

@@ -1,0 +1,1 @@
+"""What turns episodes into better weights."""

@@ -1,0 +1,404 @@
+"""The update: lessons in, better weights out.
+
+Three programs, compiled once for each length of row and shared by learners
+that differ in rates only: `score` (logprobs of old weights and of the
+reference), `accumulate` (adds a micro-batch's gradient) and `apply` (divides
+once, clips, steps). State is donated and stays where `policy.sharding` puts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sesa_jax import types
+from sesa_jax.learner import grpo, logprobs, packing
+from sesa_jax.policy import model, sharding
+
+MAX_SKIPPED = 3  # updates in a row
+
+
+class NonFiniteUpdate(FloatingPointError):
+  """Updates in a row had a loss or a gradient that is not a number."""
+
+
+class OptState(NamedTuple):
+  """Adam's moments, and what must survive a restart beside them."""
+
+  adam: Any
+  skipped: Any  # int32 [], updates skipped in a row
+
+
+class Rates(NamedTuple):
+  """Numbers that may change without a compilation."""
+
+  temperature: float
+  clip_low: float
+  clip_high: float
+  kl_coefficient: float
+  importance_cap: float
+  learning_rate: float
+  warmup_updates: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """What a compiled program depends on. Equal recipes share programs."""
+
+  graphdef: model.Decoder
+  mesh: Mesh
+  compute_dtype: str
+  remat: bool
+  chunk_tokens: int
+  adam_b1: float
+  adam_b2: float
+  adam_eps: float
+  weight_decay: float
+  gradient_clip: float
+
+
+class Programs(NamedTuple):
+  """Jitted functions, and where a policy and a batch live."""
+
+  start: Callable  # params -> Policy
+  score: Callable  # params, batch, temperature -> logprobs [B, T]
+  zeros: Callable  # params -> gradient, Sums
+  accumulate: Callable
+  apply: Callable
+  policy: types.Policy  # of shardings
+  rows: NamedSharding
+
+
+@functools.lru_cache(maxsize=8)
+def programs(recipe: Recipe) -> Programs:
+  """Returns the programs of a recipe. Compilation waits for the first call."""
+  tx = optax.chain(
+    optax.clip_by_global_norm(recipe.gradient_clip),
+    optax.scale_by_adam(recipe.adam_b1, recipe.adam_b2, recipe.adam_eps),
+    optax.add_decayed_weights(recipe.weight_decay, mask=decayed),
+  )
+  abstract = model.abstract_params(recipe.graphdef.backbone)
+
+  def start(weights):
+    # Copied: the policy is donated to its updates, the weights may be the
+    # reference, or another policy's, too.
+    return types.Policy(
+      jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), weights),
+      OptState(tx.init(weights), jnp.zeros((), jnp.int32)),
+      jnp.zeros((), jnp.int32),
+    )
+
+  # Moments end in the paths of their weights, so one table places both.
+  policy = sharding.shardings(recipe.mesh, jax.eval_shape(start, abstract))
+  params = policy.params
+  everywhere = NamedSharding(recipe.mesh, PartitionSpec())
+  rows = NamedSharding(recipe.mesh, PartitionSpec("fsdp", None))
+
+  def forward(weights, batch, temperature):
+    hidden = model.hidden(
+      recipe.graphdef,
+      weights,
+      batch.ids,
+      batch.positions,
+      batch.segments,
+      compute_dtype=jnp.dtype(recipe.compute_dtype),
+      remat=recipe.remat,
+    )
+    return logprobs.token_logprobs(
+      functools.partial(model.logits, recipe.graphdef, weights),
+      hidden,
+      batch.ids,
+      temperature=temperature,
+      chunk_tokens=recipe.chunk_tokens,
+    )
+
+  def score(weights, batch, temperature):
+    return forward(weights, batch, temperature)[0]
+
+  def zeros(weights):
+    return jax.tree.map(jnp.zeros_like, weights), grpo.zero_sums()
+
+  def accumulate(gradient, sums, weights, batch, old, reference, single, rates):
+    def loss(weights):
+      new, entropy = forward(weights, batch, rates.temperature)
+      found = grpo.clipped_loss(
+        new,
+        jnp.where(single, jax.lax.stop_gradient(new), old),
+        batch.engine,
+        reference,
+        entropy,
+        batch.advantages,
+        batch.weights,
+        batch.mask,
+        clip_low=rates.clip_low,
+        clip_high=rates.clip_high,
+        kl_coefficient=rates.kl_coefficient,
+        importance_cap=rates.importance_cap,
+      )
+      return found.loss, found
+
+    new, found = jax.grad(loss, has_aux=True)(weights)
+    gradient = jax.tree.map(jnp.add, gradient, new)
+    return gradient, grpo.add_sums(sums, found)
+
+  def apply(state, gradient, sums, rates):
+    divisor = jnp.where(sums.weight > 0, sums.weight, 1.0)
+    gradient = jax.tree.map(lambda leaf: leaf / divisor, gradient)
+    norm = optax.tree.norm(gradient)
+    finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+    # The first update is the first step of the warm-up, not one of rate 0.
+    warm = (state.updates + 1) / jnp.maximum(rates.warmup_updates, 1)
+    rate = rates.learning_rate * jnp.minimum(warm, 1.0)
+    change, adam = tx.update(gradient, state.opt_state.adam, state.params)
+    moved = types.Policy(
+      jax.tree.map(lambda p, u: p - rate * u, state.params, change),
+      OptState(adam, jnp.zeros((), jnp.int32)),
+      state.updates + 1,
+    )
+    kept = state._replace(
+      opt_state=state.opt_state._replace(skipped=state.opt_state.skipped + 1)
+    )
+    state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), moved, kept)
+    return state, (finite, norm, rate)
+
+  return Programs(
+    start=jax.jit(start, out_shardings=policy),
+    score=jax.jit(score, out_shardings=rows),
+    zeros=jax.jit(zeros, out_shardings=(params, everywhere)),
+    accumulate=jax.jit(
+      accumulate, out_shardings=(params, everywhere), donate_argnums=(0, 1)
+    ),
+    apply=jax.jit(apply, out_shardings=(policy, everywhere), donate_argnums=0),
+    policy=policy,
+    rows=rows,
+  )
+
+
+def decayed(params: model.Params) -> model.Params:
+  """Returns, for each leaf, whether weight decay pulls it: no norm, no bias."""
+
+  def pulled(path, _):
+    name = jax.tree_util.keystr(path)
+    return "norm" not in name and "bias" not in name
+
+  return jax.tree_util.tree_map_with_path(pulled, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """Updates one policy. Learners that differ in rates only share programs.
+
+  Args:
+    graphdef: of `model.build`.
+    mesh: with axes "fsdp" and "tensor".
+    learning_rate: after the warm-up.
+    warmup_updates: the k-th update has k / warmup_updates of the rate.
+    minibatch_questions: questions an update, at most.
+    clip_low: of the ratio, below 1.
+    clip_high: of the ratio, above 1.
+    kl_coefficient: 0 leaves the reference's forward pass out.
+    loss: one of `grpo.LOSSES`.
+    importance_cap: of the weight against the engine's logprobs.
+    adam_b1: decay of the first moment.
+    adam_b2: decay of the second moment.
+    adam_eps: of Adam's divisor.
+    weight_decay: decoupled, times the rate; not on norms and biases.
+    gradient_clip: global norm.
+    microbatch_rows: rows whose activations exist at once, over all devices.
+    row_multiple: rows are padded to one of few multiples of this.
+    chunk_tokens: tokens whose logits exist at once.
+    compute_dtype: of activations; weights and optimizer are float32.
+    remat: recompute layers in the backward pass.
+
+  Raises:
+    ValueError: the loss is unknown, or rows do not divide over the mesh.
+  """
+
+  graphdef: model.Decoder
+  mesh: Mesh
+  _: dataclasses.KW_ONLY
+  learning_rate: float
+  warmup_updates: int
+  minibatch_questions: int
+  clip_low: float
+  clip_high: float
+  kl_coefficient: float
+  loss: str = "grpo"
+  importance_cap: float = 2.0
+  adam_b1: float = 0.9
+  adam_b2: float = 0.999
+  adam_eps: float = 1e-8
+  weight_decay: float = 0.01
+  gradient_clip: float = 1.0
+  microbatch_rows: int = 8
+  row_multiple: int = 512
+  chunk_tokens: int = 1024
+  compute_dtype: str = "bfloat16"
+  remat: bool = True
+
+  def __post_init__(self) -> None:
+    """Refuses what no update could use."""
+    grpo.one_of("learner.loss", self.loss, grpo.LOSSES)
+    packing.check_rows(self.microbatch_rows, self.mesh.shape["fsdp"])
+
+  @property
+  def programs(self) -> Programs:
+    """Its jitted functions, and the shardings of its policy."""
+    names = (field.name for field in dataclasses.fields(Recipe))
+    return programs(Recipe(**{name: getattr(self, name) for name in names}))
+
+  def init(self, params: model.Params) -> types.Policy:
+    """Returns a policy that starts from a copy of these weights."""
+    placed = jax.device_put(params, self.programs.policy.params)
+    return self.programs.start(placed)
+
+  def abstract(self) -> types.Policy:
+    """Returns shapes and shardings of a policy, for restoring one."""
+    run = self.programs
+    weights = model.abstract_params(self.graphdef.backbone)
+    return jax.tree.map(
+      lambda leaf, place: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=place
+      ),
+      jax.eval_shape(run.start, weights),
+      run.policy,
+    )
+
+  def update(
+    self,
+    policy: types.Policy,
+    reference: model.Params | None,
+    lessons: Sequence[types.Lesson],
+    *,
+    temperature: float,
+  ) -> tuple[types.Policy, dict[str, float]]:
+    """Learns from the lessons of one iteration, one update a minibatch.
+
+    Args:
+      policy: donated; use only what is returned.
+      reference: frozen weights; None where kl_coefficient is 0.
+      lessons: the episodes of one question share their request id.
+      temperature: that they were sampled at, above 0.
+
+    Returns:
+      The policy, and metrics: sums over all minibatches, divided once. Those
+      that were skipped count in `skipped` only. `updates` counts this call's.
+
+    Raises:
+      NonFiniteUpdate: the third skipped update in a row, over calls too.
+    """
+    run = self.programs
+    rates = Rates(
+      temperature,
+      *(getattr(self, name) for name in Rates._fields if name != "temperature"),
+    )
+    parts = [
+      packing.pack(
+        part,
+        rows=self.microbatch_rows,
+        row_multiple=self.row_multiple,
+        loss=self.loss,
+      )
+      for part in packing.minibatches(lessons, self.minibatch_questions)
+    ]
+    # All of the iteration's old logprobs, before any weight moves. With one
+    # update they equal the new ones, and the pass is spared.
+    single = len(parts) < 2
+    scored = [
+      [
+        self._scores(policy.params, reference, batch, single, temperature)
+        for batch in part
+      ]
+      for part in parts
+    ]
+    total, norms, rate, skipped = grpo.zero_sums(), [], 0.0, 0
+    for part, scores in zip(parts, scored, strict=True):
+      gradient, sums = run.zeros(policy.params)
+      for batch, (old, base) in zip(part, scores, strict=True):
+        gradient, sums = run.accumulate(
+          gradient,
+          sums,
+          policy.params,
+          jax.device_put(batch, run.rows),
+          old,
+          base,
+          single,
+          rates,
+        )
+      policy, outcome = run.apply(policy, gradient, sums, rates)
+      del gradient  # as large as the weights
+      sums, (finite, norm, rate) = jax.device_get((sums, outcome))
+      if finite:
+        total = jax.tree.map(np.asarray, grpo.add_sums(total, sums))
+        norms.append(float(norm))
+      else:
+        skipped += 1
+        self._skip(policy, float(sums.loss), float(norm))
+    metrics = _metrics(total, with_kl=self.kl_coefficient != 0)
+    metrics |= {
+      "updates": len(norms),
+      "skipped": skipped,
+      "lr": float(rate),
+      "padding_fraction": packing.padding_fraction(sum(parts, [])),
+    }
+    if norms:
+      metrics["grad_norm"] = float(np.mean(norms))
+    return policy, metrics
+
+  def _scores(self, params, reference, batch, single, temperature):
+    """Returns old and reference logprobs; zeros where none are needed."""
+    run = self.programs
+    placed = jax.device_put(batch, run.rows)
+    zeros = jax.device_put(np.zeros(batch.ids.shape, np.float32), run.rows)
+    old = zeros if single else run.score(params, placed, temperature)
+    if self.kl_coefficient == 0:
+      return old, zeros
+    frozen = jax.device_put(reference, run.policy.params)
+    return old, run.score(frozen, placed, temperature)
+
+  def _skip(self, policy, loss, norm) -> None:
+    """Warns of a skipped update, and stops the run at too many."""
+    in_a_row = int(policy.opt_state.skipped)
+    what = (
+      f"loss {loss:g}, gradient norm {norm:g}, after {int(policy.updates)} "
+      f"updates at a learning rate of {self.learning_rate:g}"
+    )
+    if in_a_row >= MAX_SKIPPED:
+      raise NonFiniteUpdate(
+        f"{in_a_row} updates in a row had a non-finite loss or gradient "
+        f"({what}). None was applied: the weights are those before them. Go on "
+        "from the last checkpoint, with a lower learning rate or a compute "
+        "dtype of float32."
+      )
+    logging.warning("Update skipped: %s.", what)
+
+
+def _metrics(total: grpo.Sums, with_kl: bool) -> dict[str, float]:
+  """Divides the sums, once. Without a token there is nothing to report."""
+  metrics = {"tokens": float(total.tokens)}
+  if not total.tokens:
+    return metrics
+  means = {
+    "kl/mean": total.kl,
+    "entropy/mean": total.entropy,
+    "clip_fraction": total.clipped,
+    "ratio/mean": total.ratio,
+    "importance/mean": total.importance,
+    "importance/capped": total.capped,
+    "logprob_gap/mean": total.gap,
+  }
+  if not with_kl:
+    del means["kl/mean"]
+  metrics |= {n: float(x / total.tokens) for n, x in means.items()}
+  metrics["loss"] = float(total.loss / total.weight)
+  metrics["logprob_gap/max"] = float(total.gap_max)
+  return metrics

@@ -1,0 +1,150 @@
+"""Lessons to batches of fixed shapes.
+
+Simple for now: one episode a row, padded. What a batch says of each token
+already holds for packed rows, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from sesa_jax import types
+from sesa_jax.learner import grpo
+
+
+class Batch(NamedTuple):
+  """A micro-batch, by token. Rows that only fill it are all zeros."""
+
+  ids: Int[Array, "B T"]
+  positions: Int[Array, "B T"]  # in the token's own episode
+  segments: Int[Array, "B T"]  # 0 is padding
+  mask: Bool[Array, "B T"]  # the policy sampled it
+  engine: Float[Array, "B T"]  # logprobs as sampled
+  advantages: Float[Array, "B T"]
+  weights: Float[Array, "B T"]  # in the loss, see `grpo.LOSSES`
+  groups: Int[Array, "B T"]  # question's index in the iteration; padding -1
+
+
+def check_rows(microbatch_rows: int, fsdp: int) -> None:
+  """Refuses rows that do not divide over the mesh.
+
+  Raises:
+    ValueError: names the nearest sizes that do.
+  """
+  if microbatch_rows > 0 and microbatch_rows % fsdp == 0:
+    return
+  below = microbatch_rows // fsdp * fsdp
+  nearest = [size for size in (below, below + fsdp) if size > 0]
+  raise ValueError(
+    f"microbatch_rows {microbatch_rows} does not divide over {fsdp} devices on "
+    f"the mesh's 'fsdp' axis. The nearest that "
+    f"do{'es' if len(nearest) == 1 else ''}: "
+    f"{' or '.join(map(str, nearest))}."
+  )
+
+
+def row_length(tokens: int, row_multiple: int) -> int:
+  """Returns the length of the bucket for a row.
+
+  Lengths are `row_multiple` times 1, 2, 3, 4, 6, 8, 12, 16 ...: few, since each
+  is a program to compile, and at most a third of a row above one multiple is
+  padding.
+  """
+  needed = max(1, math.ceil(tokens / row_multiple))
+  power = 1 << (needed - 1).bit_length()  # the next power of two
+  middle = power // 4 * 3
+  return row_multiple * (middle if needed <= middle else power)
+
+
+def minibatches(
+  lessons: Sequence[types.Lesson], minibatch_questions: int
+) -> list[list[tuple[int, types.Lesson]]]:
+  """Splits lessons by question, in order, into parts as even as can be.
+
+  Even parts, because an update from a small remainder would move the weights
+  as far as any other.
+
+  Args:
+    lessons: those with one `episode.request_id` belong to one question.
+    minibatch_questions: questions in one update, at most.
+
+  Returns:
+    For each update, pairs of question index and lesson.
+  """
+  index = {}
+  for lesson in lessons:
+    index.setdefault(lesson.episode.request_id, len(index))
+  updates = math.ceil(len(index) / minibatch_questions)
+  parts = [[] for _ in range(updates)]
+  for lesson in lessons:
+    question = index[lesson.episode.request_id]
+    parts[question * updates // len(index)].append((question, lesson))
+  return parts
+
+
+def pack(
+  lessons: Sequence[tuple[int, types.Lesson]],
+  *,
+  rows: int,
+  row_multiple: int,
+  loss: str,
+) -> list[Batch]:
+  """Lays lessons out in micro-batches of `rows` rows, neighbours in length.
+
+  Prompts and observations are in the rows, since the policy read them, with
+  mask 0, since it did not write them.
+
+  Args:
+    lessons: of one minibatch, each with its question's index.
+    rows: of every micro-batch; what is missing is filled up with mask 0.
+    row_multiple: see `row_length`.
+    loss: one of `grpo.LOSSES`.
+
+  Returns:
+    numpy batches. Equal lengths come out in the order they came in.
+  """
+  ordered = sorted(lessons, key=lambda pair: len(pair[1].episode.ids))
+  return [
+    _batch(ordered[start : start + rows], rows, row_multiple, loss)
+    for start in range(0, len(ordered), rows)
+  ]
+
+
+def _batch(lessons, rows, row_multiple, loss) -> Batch:
+  longest = max(len(lesson.episode.ids) for _, lesson in lessons)
+  shape = (rows, row_length(longest, row_multiple))
+  batch = Batch(
+    ids=np.zeros(shape, np.int32),
+    positions=np.zeros(shape, np.int32),
+    segments=np.zeros(shape, np.int32),
+    mask=np.zeros(shape, bool),
+    engine=np.zeros(shape, np.float32),
+    advantages=np.zeros(shape, np.float32),
+    weights=np.zeros(shape, np.float32),
+    groups=np.full(shape, -1, np.int32),
+  )
+  for row, (question, lesson) in enumerate(lessons):
+    episode = lesson.episode
+    place = row, slice(len(episode.ids))
+    sampled = np.asarray(episode.mask, bool)
+    batch.ids[place] = episode.ids
+    batch.positions[place] = np.arange(len(episode.ids))
+    batch.segments[place] = 1
+    batch.mask[place] = sampled
+    batch.engine[place] = np.where(sampled, episode.logprobs, 0.0)
+    batch.advantages[place] = lesson.advantage
+    batch.weights[place] = sampled / grpo.LOSSES[loss](max(1, sampled.sum()))
+    batch.groups[place] = question
+  return batch
+
+
+def padding_fraction(batches: Sequence[Batch]) -> float:
+  """Returns the share of tokens that are only there to fill a shape."""
+  places = sum(batch.segments.size for batch in batches)
+  filled = sum(int((batch.segments > 0).sum()) for batch in batches)
+  return 1 - filled / places if places else 0.0

@@ -1,0 +1,173 @@
+"""Flags to config to mode: the only command line.
+
+    python -m sesa_jax.main --config=configs/smollm2_135m.py --workdir=W
+    python -m sesa_jax.main --workdir=W --mode=show --verdict=wrong
+
+The same command again resumes. Bad input ends in one line and exit code 2, a
+run that had to stop in one line and exit code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags, logging
+from ml_collections import config_flags
+
+from sesa_jax import types
+
+# Before jax is imported: an installed libtpu warns, or waits, without a TPU.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+FLAGS = flags.FLAGS
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "Experiment, a file of configs/; FILE:VARIANT picks one."
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+_MODE = flags.DEFINE_string("mode", "train", "What to do; see MODES.")
+_START_FROM = flags.DEFINE_string(
+  "start_from", None, "RUN@ITERATION: begin with another run's state."
+)
+_FORCE_NEW = flags.DEFINE_bool(
+  "force_new", False, "Go on in a workdir that another config made."
+)
+_QUESTION = flags.DEFINE_string("question", None, "show: id or part of text.")
+_VERDICT = flags.DEFINE_string("verdict", None, "show: right, wrong, unknown.")
+_SKILL = flags.DEFINE_string("skill", None, "show: id of a skill shown.")
+_ARM = flags.DEFINE_string("arm", None, "show: challenger, solver, ...")
+_ITERATION = flags.DEFINE_integer("iteration", None, "show: of the episodes.")
+_LIMIT = flags.DEFINE_integer("limit", 10, "show: episodes at most.")
+
+
+def train() -> None:
+  """Runs the experiment, from its last finished iteration on."""
+  from sesa_jax import loop
+
+  loop.run(
+    _need(_CONFIG.value, "config"),
+    _need(_WORKDIR.value, "workdir"),
+    start_from=_START_FROM.value,
+    force_new=_FORCE_NEW.value,
+    command=[os.path.basename(sys.argv[0]), *sys.argv[1:]],
+  )
+
+
+def evaluate() -> None:
+  """Evaluates a run's newest checkpoint."""
+  from sesa_jax import loop
+
+  loop.evaluate_checkpoint(
+    _need(_CONFIG.value, "config"), _need(_WORKDIR.value, "workdir")
+  )
+
+
+def show() -> None:
+  """Prints episodes as a person reads them."""
+  from sesa_jax import show as show_lib
+
+  show_lib.main(
+    _need(_WORKDIR.value, "workdir"),
+    question=_QUESTION.value,
+    verdict=_VERDICT.value,
+    skill=_SKILL.value,
+    arm=_ARM.value,
+    iteration=_ITERATION.value,
+    limit=_LIMIT.value,
+  )
+
+
+MODES: dict[str, Callable[[], None]] = {
+  "train": train,
+  "eval": evaluate,
+  "show": show,
+}
+
+
+def _need(value, flag: str):
+  if value is None:
+    raise ValueError(f"--{flag} is missing; --mode={_MODE.value} needs it.")
+  return value
+
+
+def _parse(argv: Sequence[str]) -> None:
+  """Parses flags; what absl and the config raise becomes one ValueError."""
+  try:
+    rest = FLAGS(list(argv))
+    if _CONFIG.value is not None:
+      _CONFIG.value.keys()  # a missing file shows only when it is read
+  except flags.UnrecognizedFlagError as error:
+    raise ValueError(_unknown_flag(error.flagname)) from error
+  except flags.Error as error:
+    root: BaseException = error
+    while root.__context__ is not None:  # a config's own error lies deepest
+      root = root.__context__
+    raise ValueError(str(root if "config file" in str(error) else error)) from (
+      error
+    )
+  except (AttributeError, KeyError) as error:
+    raise ValueError(_unknown_field(argv, str(error))) from error
+  except OSError as error:
+    raise ValueError(
+      f"No config file {_given(argv, 'config')}. "
+      f"There are: {', '.join(sorted(glob.glob('configs/*.py')))}."
+    ) from error
+  if len(rest) > 1:
+    raise ValueError(f"Unknown argument {rest[1]!r}. Flags begin with --.")
+  if _MODE.value not in MODES:
+    raise ValueError(_unknown("mode", _MODE.value, list(MODES)))
+
+
+def _given(argv: Sequence[str], flag: str) -> str:
+  found = [a.split("=", 1)[1] for a in argv if a.startswith(f"--{flag}=")]
+  return found[-1] if found else ""
+
+
+def _unknown_field(argv: Sequence[str], said: str) -> str:
+  """The flag that names a field that the config does not have."""
+  names = re.findall(r"\w+", said)
+  fields = [a.split("=")[0] for a in argv if a.startswith("--config.")]
+  wrong = [f for f in fields if set(f.split(".")) & set(names[:1])]
+  near = re.search(r'Did you mean \W*(\w+)', said)
+  hint = f" Did you mean {near[1]!r}?" if near else ""
+  return f"The config has no field {(wrong or fields)[0]}.{hint}"
+
+
+def _unknown(what: str, value: str, choices: Sequence[str]) -> str:
+  near = difflib.get_close_matches(value, choices, 1)
+  hint = f" Did you mean {near[0]!r}?" if near else ""
+  return f"Unknown {what} {value!r}.{hint} Choices: {', '.join(choices)}."
+
+
+def _unknown_flag(name: str) -> str:
+  names = [n for n in FLAGS if not n.startswith("test_")]
+  near = difflib.get_close_matches(name, names, 1)
+  hint = f" Did you mean --{near[0]}?" if near else " See --help."
+  return f"Unknown flag --{name}.{hint}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs a mode; returns the exit code."""
+  logging.set_verbosity(logging.INFO)
+  try:
+    _parse(sys.argv if argv is None else argv)
+    MODES[_MODE.value]()
+  except ValueError as error:
+    print(f"error: {_one_line(error)}", file=sys.stderr)
+    return 2
+  except types.Stopped as error:
+    print(f"stopped: {_one_line(error)}", file=sys.stderr)
+    return 1
+  return 0
+
+
+def _one_line(error: Exception) -> str:
+  return re.sub(r"\s*\n\s*", " ", str(error))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

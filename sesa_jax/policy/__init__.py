@@ -1,0 +1,1 @@
+"""The policies: one dense decoder, its weights, tokenizer and sharding."""

@@ -1,0 +1,267 @@
+"""Architectures: what a Hugging Face `config.json` says about the function.
+
+A field that changes what a model computes is read, or is an error that names
+it; none is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LlamaRope:
+  """Llama-3's stretching of the slow rotations, for contexts unseen before."""
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_context: int
+
+
+@dataclass(frozen=True)
+class Backbone:
+  """One dense decoder: RMSNorm, RoPE, grouped queries, SwiGLU."""
+
+  vocab_size: int  # V
+  dim: int  # D
+  ffn: int  # F
+  layers: int  # L
+  heads: int  # N
+  kv_heads: int  # K
+  head_dim: int  # H, not always D / N
+  rope_theta: float
+  norm_eps: float
+  tied: bool  # the head is the embedding
+  qk_norm: bool  # RMSNorm over H of each query and key (Qwen3)
+  qkv_bias: bool  # Qwen2
+  context: int  # tokens that the weights were trained for
+  rope_scaling: LlamaRope | None = None
+
+  def __post_init__(self) -> None:
+    """Refuses shapes that the decoder cannot have."""
+    if self.heads % self.kv_heads:
+      raise ValueError(
+        f"{self.heads} query heads do not divide over {self.kv_heads} "
+        "key-value heads (num_attention_heads, num_key_value_heads)."
+      )
+    if self.head_dim % 2:
+      raise ValueError(f"RoPE needs an even head_dim, got {self.head_dim}.")
+
+
+# What transformers assumes of a field that a config.json leaves out, and what
+# a family has by its code alone.
+_COMMON = {
+  "num_key_value_heads": None,  # as many as query heads
+  "head_dim": None,  # hidden_size / num_attention_heads
+  "rms_norm_eps": 1e-6,
+  "tie_word_embeddings": False,
+  "hidden_act": "silu",
+  "rope_theta": 10_000.0,
+}
+_FAMILIES = {
+  "llama": {"max_position_embeddings": 2048},
+  "qwen2": {"max_position_embeddings": 32_768},
+  "qwen3": {"max_position_embeddings": 32_768, "head_dim": 128},
+}
+
+# Fields that change the function, with the values that leave it as it is here.
+_OFF = (None, False, 0, 0.0)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  "hidden_act": ("silu",),
+  "attention_bias": _OFF,
+  "mlp_bias": _OFF,
+  "attention_dropout": _OFF,
+  "partial_rotary_factor": (None, 1.0),
+  "rope_interleaved": _OFF,
+  "no_rope_layers": (None, []),
+  "quantization_config": (None,),
+  "num_experts": _OFF,
+  "num_local_experts": _OFF,
+  "attn_logit_softcapping": _OFF,
+  "final_logit_softcapping": _OFF,
+  "attention_multiplier": (None,),
+  "embedding_multiplier": (None, 1.0),
+  "residual_multiplier": (None, 1.0),
+  "logits_scaling": (None, 1.0),
+  "logit_scale": (None, 1.0),
+}
+
+
+def from_hf_config(config: Mapping[str, Any]) -> Backbone:
+  """Reads the architecture from a parsed `config.json`.
+
+  Args:
+    config: of type llama, qwen2 or qwen3, as transformers 4 or 5 write it.
+
+  Raises:
+    ValueError: a field is missing, or asks for what is not implemented.
+  """
+  family = config.get("model_type")
+  if family not in _FAMILIES:
+    raise ValueError(
+      f"config.json: model_type is {family!r}; implemented are "
+      f"{', '.join(_FAMILIES)}."
+    )
+  for name in config.get("architectures") or ():
+    if not name.endswith("ForCausalLM"):
+      raise ValueError(
+        f"config.json: architectures names {name!r}; a policy needs a "
+        "...ForCausalLM."
+      )
+  rope = _rope_fields(config)
+  values = _COMMON | _FAMILIES[family] | dict(config) | rope
+  for name, neutral in _NEUTRAL.items():
+    if name in values and values[name] not in neutral:
+      raise ValueError(
+        f"config.json: {name} = {values[name]!r} is not implemented; it must "
+        f"be {' or '.join(repr(value) for value in neutral)}."
+      )
+  _check_window(values)
+  needed = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers "
+    "num_attention_heads"
+  ).split()
+  missing = [name for name in needed if values.get(name) is None]
+  if missing:
+    raise ValueError(f"config.json lacks {', '.join(missing)}.")
+  heads = values["num_attention_heads"]
+  return Backbone(
+    vocab_size=values["vocab_size"],
+    dim=values["hidden_size"],
+    ffn=values["intermediate_size"],
+    layers=values["num_hidden_layers"],
+    heads=heads,
+    kv_heads=values["num_key_value_heads"] or heads,
+    head_dim=values["head_dim"] or values["hidden_size"] // heads,
+    rope_theta=float(values["rope_theta"]),
+    norm_eps=values["rms_norm_eps"],
+    tied=values["tie_word_embeddings"],
+    qk_norm=family == "qwen3",
+    qkv_bias=family == "qwen2",
+    context=values["max_position_embeddings"],
+    rope_scaling=rope["rope_scaling"],
+  )
+
+
+def tiny(vocab_size: int = 512) -> Backbone:
+  """A backbone for tests: a forward pass costs nothing."""
+  return Backbone(
+    vocab_size=vocab_size,
+    dim=64,
+    ffn=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    rope_theta=10_000.0,
+    norm_eps=1e-5,
+    tied=True,
+    qk_norm=False,
+    qkv_bias=False,
+    context=4096,
+  )
+
+
+def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Reads RoPE of transformers 4 (rope_scaling) and 5 (rope_parameters)."""
+  fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  kind = fields.get("rope_type", fields.get("type", "default"))
+  found: dict[str, Any] = {"rope_scaling": None}
+  if "rope_theta" in fields:
+    found["rope_theta"] = fields["rope_theta"]
+  if "partial_rotary_factor" in fields:
+    found["partial_rotary_factor"] = fields["partial_rotary_factor"]
+  if kind == "llama3":
+    names = (
+      "factor low_freq_factor high_freq_factor original_max_position_embeddings"
+    ).split()
+    missing = [name for name in names if name not in fields]
+    if missing:
+      raise ValueError(
+        f"config.json: rope scaling 'llama3' lacks {', '.join(missing)}."
+      )
+    found["rope_scaling"] = LlamaRope(*(fields[name] for name in names))
+  elif kind != "default":
+    raise ValueError(
+      f"config.json: rope scaling {kind!r} is not implemented; implemented "
+      "are 'default' and 'llama3'."
+    )
+  return found
+
+
+def _check_window(values: Mapping[str, Any]) -> None:
+  """Raises if any layer attends to a window only."""
+  kinds = set(values.get("layer_types") or ()) - {"full_attention"}
+  if kinds:
+    raise ValueError(
+      f"config.json: layer_types holds {', '.join(sorted(kinds))}; only "
+      "full_attention is implemented."
+    )
+  # Qwen's files carry a window that is off, and llama's code knows none.
+  first = values.get("max_window_layers")
+  if values.get("use_sliding_window") and (
+    first is None or first < values.get("num_hidden_layers", 0)
+  ):
+    raise ValueError(
+      f"config.json: sliding_window = {values.get('sliding_window')!r} in use "
+      f"from layer {first} is not implemented; set use_sliding_window to false "
+      "if the context stays inside the window."
+    )
+
+
+def from_gguf(metadata: Mapping[str, Any], *, tied: bool) -> Backbone:
+  """Reads the architecture from a GGUF file's metadata.
+
+  Args:
+    metadata: values by key, `general.architecture` and so on.
+    tied: the file holds no `output.weight`.
+
+  Raises:
+    ValueError: a key is missing, or asks for what is not implemented.
+  """
+  kind = metadata.get("general.architecture")
+  if kind != "llama":
+    raise ValueError(
+      f"GGUF: general.architecture is {kind!r}; only 'llama' is implemented."
+    )
+  scaling = metadata.get("llama.rope.scaling.type", "none")
+  if scaling != "none":
+    raise ValueError(f"GGUF: rope scaling {scaling!r} is not implemented.")
+  needed = (
+    "vocab_size embedding_length feed_forward_length block_count "
+    "attention.head_count attention.head_count_kv context_length "
+    "attention.layer_norm_rms_epsilon"
+  ).split()
+  missing = [name for name in needed if f"llama.{name}" not in metadata]
+  if missing:
+    raise ValueError(
+      f"GGUF: the metadata lacks llama.{', llama.'.join(missing)}."
+    )
+  vocab, dim, ffn, layers, heads, kv_heads, context, eps = (
+    metadata[f"llama.{name}"] for name in needed
+  )
+  head_dim = metadata.get("llama.attention.key_length", dim // heads)
+  rotated = metadata.get("llama.rope.dimension_count", head_dim)
+  if rotated != head_dim:
+    raise ValueError(
+      f"GGUF: RoPE over {rotated} of {head_dim} dimensions is not implemented."
+    )
+  return Backbone(
+    vocab_size=vocab,
+    dim=dim,
+    ffn=ffn,
+    layers=layers,
+    heads=heads,
+    kv_heads=kv_heads,
+    head_dim=head_dim,
+    rope_theta=float(metadata.get("llama.rope.freq_base", 10_000.0)),
+    # Stored as float32: 1e-5 comes back as 9.99999975e-06.
+    norm_eps=float(f"{eps:.6g}"),
+    tied=tied,
+    qk_norm=False,
+    qkv_bias=False,
+    context=context,
+  )

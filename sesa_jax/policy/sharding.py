@@ -1,0 +1,121 @@
+"""Where weights live on the training mesh, `fsdp` x `tensor`.
+
+One table takes a leaf's path to logical axes, another these to mesh axes; the
+model knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from sesa_jax.policy.backbones import Backbone
+
+_MESH_AXES = {
+  "layer": None,
+  "dim": "fsdp",
+  "ffn": "tensor",
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "vocab": "tensor",
+  "norm": None,  # too small to be worth a collective
+}
+
+# Optimizer states end in the same paths.
+_LOGICAL_AXES = {
+  "embed/embedding": ("vocab", "dim"),
+  "head/embedding": ("vocab", "dim"),
+  "norm/scale": ("norm",),
+  "layers/attention_norm/scale": ("layer", "norm"),
+  "layers/q/kernel": ("layer", "dim", "heads"),
+  "layers/k/kernel": ("layer", "dim", "kv_heads"),
+  "layers/v/kernel": ("layer", "dim", "kv_heads"),
+  "layers/o/kernel": ("layer", "heads", "dim"),
+  "layers/q/bias": ("layer", "heads"),
+  "layers/k/bias": ("layer", "kv_heads"),
+  "layers/v/bias": ("layer", "kv_heads"),
+  "layers/q_norm/scale": ("layer", "norm"),
+  "layers/k_norm/scale": ("layer", "norm"),
+  "layers/ffn_norm/scale": ("layer", "norm"),
+  "layers/gate/kernel": ("layer", "dim", "ffn"),
+  "layers/up/kernel": ("layer", "dim", "ffn"),
+  "layers/down/kernel": ("layer", "ffn", "dim"),
+}
+
+
+def mesh(
+  fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+  """Arranges the first `fsdp * tensor` devices; all of JAX's by default.
+
+  Raises:
+    ValueError: fewer devices are present than asked for.
+  """
+  devices = jax.devices() if devices is None else devices
+  if min(fsdp, tensor) < 1 or fsdp * tensor > len(devices):
+    raise ValueError(
+      f"mesh.fsdp = {fsdp} x mesh.tensor = {tensor} asks for {fsdp * tensor} "
+      f"devices; {len(devices)} are present ({devices[0].platform}). Their "
+      f"product must be from 1 to {len(devices)}."
+    )
+  return jax.make_mesh(
+    (fsdp, tensor),
+    ("fsdp", "tensor"),
+    # Explicit axes, the default, would make every function name its shardings.
+    axis_types=(AxisType.Auto,) * 2,
+    devices=devices[: fsdp * tensor],
+  )
+
+
+def check(backbone: Backbone, *, fsdp: int, tensor: int) -> None:
+  """Checks that a backbone can be cut so. Needs no device.
+
+  Raises:
+    ValueError: an axis does not divide; names the sizes that would.
+  """
+  # Heads are cut whole, so their number counts, not N * H.
+  sizes = {
+    ("heads", backbone.heads, "tensor"): tensor,
+    ("kv_heads", backbone.kv_heads, "tensor"): tensor,
+    ("ffn", backbone.ffn, "tensor"): tensor,
+    ("vocab_size", backbone.vocab_size, "tensor"): tensor,
+    ("dim", backbone.dim, "fsdp"): fsdp,
+  }
+  for (name, size, axis), parts in sizes.items():
+    if size % parts:
+      shared = [n for (_, n, a) in sizes if a == axis]
+      fit = [
+        n for n in range(1, min(shared) + 1) if not any(s % n for s in shared)
+      ]
+      raise ValueError(
+        f"The backbone's {name} = {size} does not divide over mesh.{axis} = "
+        f"{parts}. Sizes that would: {', '.join(map(str, fit[:12]))}."
+      )
+
+
+def shardings(mesh: Mesh, tree: Any) -> Any:
+  """Returns a `NamedSharding` for each leaf, in the tree's structure.
+
+  Args:
+    mesh: of `mesh`.
+    tree: params, stacked, or an optimizer's state over them; arrays or shapes.
+      A leaf without axes, such as a count, is replicated.
+
+  Raises:
+    ValueError: a leaf has a path that the table does not know.
+  """
+
+  def leaf_sharding(path: Any, leaf: Any) -> NamedSharding:
+    if not leaf.shape:
+      return NamedSharding(mesh, PartitionSpec())
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for known, axes in _LOGICAL_AXES.items():
+      if f"/{name}".endswith(f"/{known}") and len(axes) == len(leaf.shape):
+        spec = PartitionSpec(*(_MESH_AXES[axis] for axis in axes))
+        return NamedSharding(mesh, spec)
+    raise ValueError(f"No logical axes are known for {name} {leaf.shape}.")
+
+  return jax.tree_util.tree_map_with_path(leaf_sharding, tree)

@@ -1,0 +1,1 @@
+"""Search engines behind one method, `types.SearchEngine.search`."""

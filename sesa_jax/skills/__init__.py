@@ -1,0 +1,1 @@
+"""What the solver remembers: skills, and the bank that holds them."""

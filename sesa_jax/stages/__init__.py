@@ -1,0 +1,1 @@
+"""The stages of the method. None imports another; the loop joins them."""

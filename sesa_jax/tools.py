@@ -1,0 +1,363 @@
+"""From a config to the things that a run acts with.
+
+`check` looks at the config alone, `read` at text, `assemble` at weights: in
+this order, so that bad input is found before anything expensive starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sesa_jax import distributed, environment, prompts, types
+from sesa_jax.data import benchmarks, corpus, seeds
+from sesa_jax.engine import engine as engine_lib
+from sesa_jax.judge import offline
+from sesa_jax.language import ENGLISH
+from sesa_jax.learner import grpo, packing
+from sesa_jax.learner import learner as learner_lib
+from sesa_jax.policy import model, sharding, tokenizer, weights
+from sesa_jax.retrieval import encoder
+from sesa_jax.search import bm25
+from sesa_jax.skills import bank as skill_bank
+from sesa_jax.stages import distillation, frontier, priming, validity
+
+ASSETS = "assets:"  # marks a path inside the assets folder
+ENCODER_HASH, HASH_DIM = "hash", 64
+_SEARCH_THREADS = 8
+
+# What this version has; a config that asks for more is refused at the start.
+ANSWERERS = ("solver",)
+DISTILLERS = ("offline",)
+ENGINES = ("bm25",)
+SEED_SOURCES = ("titles", "jsonl")
+BANKS = ("none", "final")
+
+
+def locate(path: str) -> str:
+  """Returns a path of a config as one of this machine.
+
+  `assets:NAME/...` lies in the folder SESA_JAX_ASSETS, by default
+  ~/.cache/sesa_jax.
+  """
+  if not path.startswith(ASSETS):
+    return path
+  root = os.environ.get("SESA_JAX_ASSETS") or "~/.cache/sesa_jax"
+  return str(Path(root).expanduser() / path.removeprefix(ASSETS))
+
+
+# --- the config ------------------------------------------------------------
+
+
+def check(config: Any) -> None:
+  """Refuses a config that no run could finish. Loads nothing.
+
+  Raises:
+    ValueError: a choice is unknown or not in this version, a number is out of
+      range, a batch does not divide, or devices or files are missing.
+  """
+  one_of = grpo.one_of
+  one_of("policy.template", config.policy.template, prompts.TEMPLATES)
+  one_of("verifier.answerer", config.verifier.answerer, ANSWERERS)
+  one_of(
+    "distillation.distiller", config.distillation.distiller, DISTILLERS
+  )
+  one_of("distillation.keep", config.distillation.keep, distillation.KEEPS)
+  one_of("search.engine", config.search.engine, ENGINES)
+  one_of("seeds.source", config.seeds.source, SEED_SOURCES)
+  one_of("bank.credit", config.bank.credit, skill_bank.CREDITS)
+  one_of("learner.loss", config.learner.loss, grpo.LOSSES)
+  for mode in config.eval.banks:
+    one_of("eval.banks", mode, BANKS)
+  validity.check_refill(config.pool.refill)
+  frontier.check(
+    reward=config.frontier.reward,
+    invalid=config.challenger.invalid,
+    gate=config.frontier.gate,
+    low=config.frontier.low,
+    high=config.frontier.high,
+  )
+  for name in ("challenger", "solver"):
+    role = config[name]
+    grpo.check_baseline(f"{name}.baseline", role.baseline, role.group_size)
+    if role.temperature <= 0:
+      raise ValueError(
+        f"{name}.temperature = {role.temperature}: training samples, so it is "
+        "above 0. (Evaluation is greedy whatever it is.)"
+      )
+  positive = {
+    "iterations": config.iterations,
+    "questions": config.questions,
+    "challenger.group_size": config.challenger.group_size,
+    "solver.group_size": config.solver.group_size,
+    "engine.slots": config.engine.slots,
+    "engine.prefill_chunk": config.engine.prefill_chunk,
+    "engine.steps_per_dispatch": config.engine.steps_per_dispatch,
+    "pool.empty_every": config.pool.empty_every,
+    "distillation.every": config.distillation.every,
+    "distillation.max_records": config.distillation.max_records,
+    "checkpoint.keep": config.checkpoint.keep,
+    "search.passage_words": config.search.passage_words,
+  }
+  for name, value in positive.items():
+    if value < 1:
+      raise ValueError(f"{name} = {value}: it must be at least 1.")
+  packing.check_rows(config.learner.microbatch_rows, config.mesh.fsdp)
+  sharding.mesh(config.mesh.fsdp, config.mesh.tensor)
+  backbone = weights.check(config.policy.source, locate(config.policy.path))
+  sharding.check(backbone, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+  if slot_tokens(config) > backbone.context:
+    raise ValueError(
+      f"Episodes of up to {slot_tokens(config)} tokens do not fit into the "
+      f"backbone's context of {backbone.context}. Lower episode_tokens or "
+      "verifier.max_tokens."
+    )
+  if len(priming.read(config.bank.prime)) > config.bank.capacity:
+    raise ValueError(
+      f"bank.prime = {config.bank.prime!r} holds more skills than "
+      f"bank.capacity = {config.bank.capacity}."
+    )
+  if distributed.count() > 1:
+    raise ValueError(
+      f"{distributed.count()} processes: this version trains on one. Start it "
+      "on one host."
+    )
+
+
+def slot_tokens(config: Any) -> int:
+  """The longest episode that any role may play."""
+  return max(
+    config.challenger.episode_tokens,
+    config.solver.episode_tokens,
+    config.verifier.max_tokens,
+  )
+
+
+# --- text ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+  """Corpus, seeds and questions of a run."""
+
+  passages: tuple[types.Passage, ...]
+  search: types.SearchEngine
+  seeds: tuple[types.Seed, ...]
+  fixed: tuple[types.Question, ...]  # that the replay pool starts with
+  sets: Mapping[str, tuple[types.Question, ...]]  # for evaluation
+
+
+def read(config: Any) -> Texts:
+  """Reads what a run searches, asks for and is tested on.
+
+  Nothing of an evaluation set reaches the pool: such questions are left out,
+  compared by normalised text.
+
+  Raises:
+    ValueError: a file is missing or malformed, a list is empty, or a set has
+      fewer questions than asked for.
+  """
+  paths = [locate(path) for path in config.corpus]
+  if not paths:
+    raise ValueError("corpus is empty: name at least one file to search.")
+  passages = corpus.load(paths, passage_words=config.search.passage_words)
+  search = bm25.Bm25(passages, k1=config.search.k1, b=config.search.b)
+  if config.seeds.source == "titles":
+    found = seeds.from_titles(passages, tuple(config.seeds.hops))
+  else:
+    found = seeds.from_jsonl(locate(config.seeds.path), config.seeds.hops)
+  if len(found) < config.questions:
+    raise ValueError(
+      f"questions = {config.questions}, but there are only {len(found)} seeds."
+    )
+  sets = {
+    name: _questions(name, spec, search, config.seed, frozenset())
+    for name, spec in sorted(config.eval.sets.items())
+  }
+  tested = frozenset(
+    benchmarks.normalized_text(q) for qs in sets.values() for q in qs
+  )
+  fixed = tuple(
+    itertools.chain.from_iterable(
+      _questions(name, spec, search, config.seed, tested)
+      for name, spec in sorted(config.pool.fixed.items())
+    )
+  )
+  return Texts(passages, search, found, fixed, sets)
+
+
+def _questions(name, spec, search, seed, without) -> tuple:
+  """Draws a set's questions, none of them in `without` or twice."""
+  questions = benchmarks.load_questions(locate(spec.path), source=name)
+  if spec.answerable:
+    source = benchmarks.answerable(questions, search, seed=seed)
+  else:
+    source = iter(questions)
+  kept: dict[str, types.Question] = {}
+  for question in source:
+    if spec.size and len(kept) == spec.size:
+      break
+    text = benchmarks.normalized_text(question)
+    if text not in without:
+      kept.setdefault(text, question)
+  if not kept or len(kept) < spec.size:
+    kind = " that the corpus answers" if spec.answerable else ""
+    raise ValueError(
+      f"{name}: {spec.size} questions asked for, {len(kept)}{kind} in "
+      f"{spec.path}. Lower its size."
+    )
+  return tuple(kept.values())
+
+
+# --- weights ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+  """What is fixed for a run."""
+
+  texts: Texts
+  tools: types.Tools
+  challenger: learner_lib.Learner
+  solver: learner_lib.Learner
+  reference: Any  # the weights that both policies start from
+  hashes: Mapping[str, str]  # for the manifest
+
+
+def assemble(config: Any, texts: Texts) -> World:
+  """Loads weights and puts everything together.
+
+  Raises:
+    ValueError: weights, tokenizer or encoder cannot be loaded, or a question
+      that was read is too long for an episode.
+  """
+  path = locate(config.policy.path)
+  words = tokenizer.load(config.policy.source, path)
+  backbone, params = weights.load(
+    config.policy.source, path, jax.random.key(config.seed)
+  )
+  graphdef = model.build(backbone)
+  executor = ThreadPoolExecutor(_SEARCH_THREADS, "search")
+
+  def render(prompt: prompts.Prompt) -> tuple[int, ...]:
+    return prompts.render(
+      words, prompt, config.policy.template, config.policy.example
+    )
+
+  tools = types.Tools(
+    engine=engine_lib.Engine(
+      graphdef,
+      backbone,
+      words,
+      tokenizer.token_bytes(words),
+      tokenizer.end_ids(words),
+      slots=config.engine.slots,
+      length=slot_tokens(config),
+      prefill_chunk=config.engine.prefill_chunk,
+      steps_per_dispatch=config.engine.steps_per_dispatch,
+      deterministic=config.engine.deterministic,
+      dtype=config.policy.compute_dtype,
+      seed=config.seed,
+    ),
+    environments={
+      role: environment.SearchQA(
+        role,
+        texts.search,
+        words,
+        ENGLISH,
+        turns=turns,
+        executor=executor,
+        **config.environment,
+      )
+      for role, turns in (
+        ("challenger", config.challenger.turns),
+        ("solver", config.solver.turns),
+        ("evidence", 1),
+      )
+    },
+    search=texts.search,
+    encoder=_encoder(config.encoder),
+    distiller=offline.OfflineDistiller(),
+    tokenizer=words,
+    language=ENGLISH,
+    render=render,
+    on_episode=lambda episode: None,
+  )
+  _check_lengths(config, texts, tools)
+  mesh = sharding.mesh(config.mesh.fsdp, config.mesh.tensor)
+  challenger, solver = (
+    _learner(config, config[name], graphdef, mesh)
+    for name in ("challenger", "solver")
+  )
+  reference = jax.device_put(params, solver.programs.policy.params)
+  hashes = prompts.digest(words, config.policy.template)
+  hashes["corpus"] = corpus.digest(texts.passages)
+  hashes["weights"] = _digest(path)
+  hashes["questions"] = _digest_of(
+    [texts.seeds, texts.fixed, dict(texts.sets)]
+  )
+  return World(texts, tools, challenger, solver, reference, hashes)
+
+
+def _encoder(spec: Any) -> types.Encoder:
+  if spec.path == ENCODER_HASH:
+    return encoder.HashEncoder(HASH_DIM)
+  return encoder.load(
+    locate(spec.path),
+    query_prefix=spec.query_prefix,
+    passage_prefix=spec.passage_prefix,
+  )
+
+
+def _learner(config, role, graphdef, mesh) -> learner_lib.Learner:
+  return learner_lib.Learner(
+    graphdef,
+    mesh,
+    learning_rate=role.learning_rate,
+    warmup_updates=role.warmup_updates,
+    minibatch_questions=role.minibatch_questions,
+    clip_low=role.clip_low,
+    clip_high=role.clip_high,
+    kl_coefficient=role.kl_coefficient,
+    compute_dtype=config.policy.compute_dtype,
+    remat=config.policy.remat,
+    **{k: v for k, v in config.learner.items() if k != "std_epsilon"},
+  )
+
+
+def _check_lengths(config: Any, texts: Texts, tools: types.Tools) -> None:
+  """Refuses questions whose prompt would leave no room for a turn."""
+  blocks = config.bank.block_tokens if config.bank.top else 0
+  most = config.solver.episode_tokens - config.solver.turn_tokens - blocks
+  for question in itertools.chain(texts.fixed, *texts.sets.values()):
+    size = len(tools.render(prompts.solver(question.text)))
+    if size > most:
+      raise ValueError(
+        f"The prompt of question {question.id} has {size} tokens; with "
+        f"{blocks} for skills and {config.solver.turn_tokens} for a turn, "
+        f"solver.episode_tokens = {config.solver.episode_tokens} leaves "
+        f"{most}. Raise it."
+      )
+
+
+def _digest(path: str) -> str:
+  """SHA-256 of a file, or of the names and sizes of a folder's files."""
+  if not path:
+    return "none"
+  if Path(path).is_dir():
+    files = sorted(p for p in Path(path).rglob("*") if p.is_file())
+    return _digest_of([(p.name, p.stat().st_size) for p in files])
+  with open(path, "rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(value: Any) -> str:
+  return hashlib.sha256(repr(value).encode()).hexdigest()

@@ -1,0 +1,32 @@
+"""What every test runs under. Set before anything imports jax."""
+
+import getpass
+import os
+import tempfile
+
+os.environ |= {
+  "JAX_PLATFORMS": "cpu",
+  # An installed libtpu warns, or dies on its lock file, without these.
+  "TPU_SKIP_MDS_QUERY": "1",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  # The last of two equal flags wins, so this comes after the caller's.
+  "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+  + " --xla_force_host_platform_device_count=8",
+}
+# Compiled programs outlive a test run; the name keeps two users apart.
+os.environ.setdefault(
+  "JAX_COMPILATION_CACHE_DIR",
+  os.path.join(
+    tempfile.gettempdir(), f"sesa_jax_tests_{getpass.getuser()}", "xla"
+  ),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+import hypothesis  # noqa: E402
+
+# Same examples in every run; compilation would break any deadline.
+hypothesis.settings.register_profile(
+  "sesa_jax", deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.load_profile("sesa_jax")

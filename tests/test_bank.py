@@ -1,0 +1,557 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sesa_jax.retrieval import host_device
+from sesa_jax.skills import bank as B
+from sesa_jax.types import Question, Skill
+
+
+def skill(id="", origin="offline", **fields) -> Skill:
+  texts = dict(
+    category="c",
+    description="d",
+    trigger="t",
+    evidence="e",
+    avoidance="a",
+    templates=("z",),
+  )
+  return Skill(id=id, origin=origin, **{**texts, **fields})
+
+
+def unit(*values) -> np.ndarray:
+  vector = np.array(values, np.float32)
+  return vector / np.linalg.norm(vector)
+
+
+def axes(count, dim=4) -> np.ndarray:
+  return np.eye(dim, dtype=np.float32)[:count]
+
+
+def primed(*skills, capacity=4, dim=4) -> B.SkillBank:
+  bank = B.create(capacity, dim)
+  return B.prime(bank, skills, axes(len(skills), dim))[0]
+
+
+def used(bank, **counters) -> B.SkillBank:
+  """The bank with counters set as given, a list for each."""
+  arrays, document = B.to_tree(bank)
+  for name, values in counters.items():
+    arrays[name][: len(values)] = values
+  return B.from_tree(arrays, document)
+
+
+def states(bank) -> list[str]:
+  return [record.state for record in bank.records]
+
+
+def equal(a, b) -> bool:
+  (arrays, document), (others, other) = B.to_tree(a), B.to_tree(b)
+  same = all(np.array_equal(arrays[name], others[name]) for name in arrays)
+  masks = np.array_equal(a.active, b.active)
+  tombs = np.array_equal(a.tombstones, b.tombstones)
+  return same and masks and tombs and document == other
+
+
+class Directions:
+  """Looks each text up; stands in for an encoder."""
+
+  def __init__(self, **vectors):
+    self.vectors, self.kinds = vectors, []
+
+  @property
+  def dim(self):
+    return 4
+
+  def encode(self, texts, kind):
+    self.kinds.append(kind)
+    return np.stack([self.vectors[text] for text in texts])
+
+
+# --- admission -------------------------------------------------------------
+
+
+def test_similarity_exactly_at_the_threshold_is_admitted():
+  # (.6, .8) . (1, 0) is float32(.6), which as a double is above .6.
+  bank = primed(skill("a"))
+  near = unit(3, 4, 0, 0)
+  assert float(near[0]) > 0.6
+  bank, events = B.admit(bank, [skill()], near[None], 0.6, 7)
+  assert events == (
+    dict(
+      iteration=7,
+      event="admit",
+      skill="skill-00001",
+      similarity=0.6,
+      nearest="a",
+    ),
+  )
+  assert bank.skills[1].created_at == 7
+  _, events = B.admit(primed(skill("a")), [skill()], near[None], 0.5999, 7)
+  assert [e["event"] for e in events] == ["reject"]
+  assert events[0]["reason"] == "similar"
+
+
+def test_similarity_to_those_of_the_same_pass():
+  pair = np.stack([unit(0, 1, 0, 0), unit(0, 1, 0.1, 0)])
+  bank, events = B.admit(primed(skill("a")), [skill(), skill()], pair, 0.9, 1)
+  assert [e["event"] for e in events] == ["admit", "reject"]
+  assert events[1]["nearest"] == "skill-00001"
+  assert len(bank.skills) == 2
+
+
+def test_tombstones_block_and_the_evicted_do_not():
+  bank = used(primed(skill("a"), skill("b")), retrieved=[3], harmful=[1])
+  bank, _ = B.retire(bank, 3, 1)
+  assert states(bank) == ["retired", "active"]
+  _, events = B.admit(bank, [skill()], axes(1), 0.9, 2)
+  assert (events[0]["event"], events[0]["reason"]) == ("reject", "retired")
+
+  bank = primed(skill("a"), capacity=1)
+  bank, _ = B.admit(bank, [skill()], unit(0, 1, 0, 0)[None], 0.9, 1)
+  assert states(bank) == ["evicted", "active"]
+  bank, events = B.admit(bank, [skill()], axes(1), 0.9, 2)
+  assert events[0]["event"] == "admit"
+  assert [s.id for s in bank.skills] == ["skill-00002"]
+
+
+def test_eviction_takes_the_lowest_net_then_the_oldest_never_a_seed():
+  bank = primed(skill("s", "seed"), skill("a"), skill("b"), capacity=3, dim=8)
+  bank = used(bank, helpful=[0, 1, 1], harmful=[9, 0, 0])
+  bank, events = B.admit(bank, [skill()], axes(4, 8)[3:], 0.5, 1)
+  assert [(e["event"], e["skill"]) for e in events] == [
+    ("admit", "skill-00001"),
+    ("evict", "a"),  # of equals the oldest
+  ]
+  assert bank.records[1].reason == "capacity"
+  bank = used(bank, helpful=[0, 1, 3, 2], harmful=[9, 0, 0, 0])
+  bank, events = B.admit(bank, [skill()], axes(5, 8)[4:], 0.5, 1)
+  assert events[1]["skill"] == "skill-00001"  # of 3 and 2 the lower
+
+
+def test_bank_full_of_seeds_rejects():
+  bank = primed(skill("s", "seed"), capacity=1)
+  after, events = B.admit(bank, [skill()], axes(2)[1:], 0.5, 1)
+  assert events[0]["reason"] == "full"
+  assert equal(after, bank)
+
+
+def test_ids_are_never_reused():
+  bank = primed(skill("skill-00001"), capacity=1)
+  bank, _ = B.admit(bank, [skill(), skill()], axes(3)[1:], 0.5, 1)
+  bank, _ = B.admit(B.from_tree(*B.to_tree(bank)), [skill()], axes(1), 0.5, 2)
+  ids = [record.skill.id for record in bank.records]
+  assert ids == [f"skill-0000{i}" for i in (1, 2, 3, 4)]
+  with pytest.raises(ValueError, match="'skill-00002'; ids are never reused"):
+    B.admit(bank, [skill("skill-00002")], unit(0, 0, 0, 1)[None], 0.5, 3)
+
+
+@pytest.mark.parametrize("vector", [np.ones(3), np.full(4, np.nan)])
+def test_embeddings_of_another_encoder(vector):
+  for step in (
+    lambda: B.admit(primed(skill("a")), [skill()], vector[None], 0.5, 1),
+    lambda: B.prime(primed(skill("a")), [skill()], vector[None]),
+  ):
+    with pytest.raises(ValueError, match=r"not \(4,\), or is not finite"):
+      step()
+
+
+def test_priming_more_than_fits():
+  with pytest.raises(ValueError, match=r"2 skills .* room for 1 of .* = 1"):
+    primed(skill("a"), skill("b"), capacity=1)
+  with pytest.raises(ValueError, match=r"bank\.capacity = 0"):
+    B.create(0, 4)
+
+
+# --- retirement ------------------------------------------------------------
+
+
+def test_retirement_boundaries():
+  bank = primed(
+    skill("young"), skill("even"), skill("bad"), skill("s", "seed"), dim=5
+  )
+  bank = used(
+    bank, retrieved=[2, 3, 3, 9], helpful=[0, 1, 0, 0], harmful=[2, 1, 1, 9]
+  )
+  bank, events = B.retire(bank, 3, 5)
+  assert states(bank) == ["active", "active", "retired", "active"]
+  assert events == (
+    dict(
+      iteration=5,
+      event="retire",
+      skill="bad",
+      reason="harmful",
+      retrieved=3,
+      net=-1.0,
+    ),
+  )
+
+
+def test_fractions_that_cancel_do_not_retire():
+  bank = used(
+    primed(skill("a")),
+    retrieved=[3],
+    helpful=[np.float32(0.1) + np.float32(0.2)],
+    harmful=[np.nextafter(np.float32(0.3), np.float32(1)) + 1e-7],
+  )
+  assert states(B.retire(bank, 3, 1)[0]) == ["active"]
+
+
+# --- credit ----------------------------------------------------------------
+
+
+# Worked by hand for G = 5: (helpful, harmful) for k = 0..5.
+TABLES = {
+  "rollout": [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 0)],
+  "majority": [(0, 1), (0, 1), (0, 1), (1, 0), (1, 0), (1, 0)],
+}
+
+
+@pytest.mark.parametrize("rule", TABLES)
+@pytest.mark.parametrize("k", range(6))
+def test_credit_of_five_attempts(rule, k):
+  bank = primed(skill("a"), skill("b"))
+  outcome = B.Outcome(right=k, total=5, wrong=k < 5, hops=1)
+  bank, events = B.credit(bank, {"q": bank.skills[1:]}, {"q": outcome}, rule, 3)
+  helpful, harmful = TABLES[rule][k]
+  assert np.asarray(bank.retrieved).tolist() == [0, 1, 0, 0]
+  assert np.asarray(bank.helpful).tolist() == [0, helpful, 0, 0]
+  assert np.asarray(bank.harmful).tolist() == [0, harmful, 0, 0]
+  net = {"rollout": [-1, 0, 1, 2, 3, 5], "majority": [-1, -1, -1, 1, 1, 1]}
+  assert bank.net[1] == net[rule][k]
+  assert events == (
+    dict(
+      iteration=3,
+      event="credit",
+      skill="b",
+      helpful=helpful,
+      harmful=harmful,
+      questions=["q"],
+    ),
+  )
+
+
+def test_rollout_harm_needs_a_substantively_wrong_attempt():
+  bank = primed(skill("a"))
+  outcome = B.Outcome(right=2, total=5, wrong=False, hops=1)  # 3 malformed
+  bank, _ = B.credit(bank, {"q": bank.skills}, {"q": outcome}, "rollout", 1)
+  assert (bank.helpful[0], bank.harmful[0]) == (2, 0)
+
+
+def test_majority_tie_goes_to_neither():
+  bank = primed(skill("a"))
+  outcome = B.Outcome(right=2, total=4, wrong=True, hops=1)
+  bank, _ = B.credit(bank, {"q": bank.skills}, {"q": outcome}, "majority", 1)
+  assert (bank.helpful[0], bank.harmful[0], bank.retrieved[0]) == (0, 0, 1)
+
+
+def test_relative_credit_is_within_the_hop_count():
+  bank = primed(skill("a"))
+  outcomes = {
+    "x": B.Outcome(4, 4, False, 1),  # one hop: mean of 1 and 0 is .5
+    "y": B.Outcome(0, 4, True, 1),
+    "z": B.Outcome(1, 4, True, 2),  # alone among two hops: at its mean
+  }
+  shown = {id: bank.skills for id in "xz"}
+  bank, _ = B.credit(bank, shown, outcomes, "relative", 1)
+  assert (bank.helpful[0], bank.harmful[0]) == (0.5, 0)
+  bank, _ = B.credit(bank, {"y": bank.skills}, outcomes, "relative", 2)
+  assert (bank.helpful[0], bank.harmful[0], bank.retrieved[0]) == (0.5, 0.5, 3)
+
+
+def test_question_without_an_outcome_gives_no_credit():
+  bank = primed(skill("a"))
+  after, events = B.credit(bank, {"q": bank.skills}, {}, "rollout", 1)
+  assert equal(after, bank)
+  assert events == ()
+
+
+def test_unknown_credit_lists_the_choices():
+  with pytest.raises(
+    ValueError, match="'control'.*rollout, majority, relative"
+  ):
+    B.credit(primed(), {}, {}, "control", 1)
+
+
+# --- use -------------------------------------------------------------------
+
+
+def question(id="q", text="Who?", seed="") -> Question:
+  return Question(id, text, ("x",), 1, seed, "challenger")
+
+
+def test_top_is_ordered_by_cosine_and_skips_the_inactive():
+  bank = primed(skill("a"), skill("b"), skill("c"), skill("d"))
+  bank = used(bank, retrieved=[0, 0, 3, 0], harmful=[0, 0, 1, 0])
+  bank, _ = B.retire(bank, 3, 1)
+  encoder = Directions(one=unit(1, 2, 9, 0), two=unit(0, 0, 0, 1))
+  questions = [question("p", "one"), question("q", "two")]
+  shown = B.top(bank, questions, encoder, 3)
+  ids = {id: [s.id for s in skills] for id, skills in shown.items()}
+  assert ids == {"p": ["b", "a", "d"], "q": ["d", "a", "b"]}
+  assert encoder.kinds == ["query"]
+  shown = B.top(bank, questions, encoder, 3, min_score=0.1)
+  ids = {id: [s.id for s in skills] for id, skills in shown.items()}
+  assert ids == {"p": ["b", "a"], "q": ["d"]}
+
+
+def test_top_never_shows_a_skill_to_the_question_it_came_from():
+  bank = primed(
+    skill("seed", source_seed="s1"),
+    skill("text", source_question="Who  was, it?"),
+    skill("none"),
+  )
+  flat = unit(3, 2, 1, 0)
+  encoder = Directions(**{"who was it": flat, "Who?": flat})
+  questions = [
+    question("a", "who was it", "s2"),
+    question("b", "Who?", "s1"),
+    question("c", "Who?", ""),  # no seed: not that of skills without one
+  ]
+  shown = B.top(bank, questions, encoder, 2)
+  assert {id: [s.id for s in skills] for id, skills in shown.items()} == {
+    "a": ["seed", "none"],  # the k best of the others, not k less one
+    "b": ["text", "none"],
+    "c": ["seed", "text"],
+  }
+
+
+def test_top_of_nothing_asks_no_encoder():
+  assert B.top(primed(), [question()], None, 3) == {"q": ()}
+  assert B.top(primed(skill("a")), [question()], None, 0) == {"q": ()}
+  assert B.top(primed(skill("a")), [], None, 3) == {}
+
+
+def words(text: str) -> int:
+  return len(text.split())
+
+
+def test_render_holds_whole_skills_within_the_budget():
+  skills = [
+    skill("a", templates=("y {e}", "z")),
+    skill("b", avoidance="", templates=()),
+  ]
+  block, shown = B.render(skills, words, 100)
+  assert block == (
+    "Lessons from earlier questions:\n"
+    "1. d When: t Look for: e Avoid: a Search: y {e}; z\n"
+    "2. d When: t Look for: e"
+  )
+  assert shown == tuple(skills)
+  exact = words(block)
+  assert B.render(skills, words, exact) == (block, shown)
+  assert B.render(skills, words, exact - 1)[1] == (skills[0],)
+  assert B.render(skills, words, 5) == ("", ())
+  assert B.render([], words, 100) == ("", ())
+
+
+# --- on disk ---------------------------------------------------------------
+
+
+def lived() -> B.SkillBank:
+  """A bank with every state, grown beyond its first rows."""
+  bank = primed(skill("s", "seed"), skill("a", source_seed="é"), capacity=2)
+  bank = used(bank, retrieved=[1, 3], helpful=[0.25, 0], harmful=[0, 1])
+  bank, _ = B.retire(bank, 3, 1)
+  bank, _ = B.admit(bank, [skill(), skill()], axes(4)[2:], 0.5, 2)
+  assert sorted(states(bank)) == ["active", "active", "evicted", "retired"]
+  bank, _ = B.admit(bank, [skill()], unit(1, -1, -1, -1)[None], 0.5, 3)
+  assert bank.embeddings.shape == (6, 4)
+  return bank
+
+
+def test_arrays_lie_on_the_host():
+  bank = lived()
+  for name in ("embeddings", "retrieved", "helpful", "harmful", "active"):
+    array = getattr(bank, name)
+    assert isinstance(array, jax.Array)
+    assert array.committed
+    assert array.devices() == {host_device()}
+
+
+def test_tree_round_trip_is_exact():
+  bank = lived()
+  arrays, document = B.to_tree(bank)
+  again = B.from_tree(arrays, json.loads(json.dumps(document)))
+  assert equal(bank, again)
+  assert again.records == bank.records  # templates are tuples again
+
+
+def test_jsonl_round_trip_and_bytes(tmp_path):
+  bank, path = lived(), tmp_path / "skills.jsonl"
+  B.save_jsonl(bank, path)
+  assert B.load(path) == bank.records
+  once = path.read_bytes()
+  B.save_jsonl(B.from_tree(*B.to_tree(bank)), path)
+  assert path.read_bytes() == once
+  row = json.loads(once.splitlines()[0])
+  assert (row["retrieved"], row["helpful"], row["harmful"]) == (1, 0.25, 0)
+  assert set(row) == set(B._KEYS)
+
+
+GOOD = dict(
+  id="a",
+  category="c",
+  description="d",
+  trigger="t",
+  evidence="",
+  avoidance="",
+  templates=["z"],
+  origin="mined",
+)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"query_type": 1}, "line 2, key 'query_type': unknown"),
+    ({"trigger": None}, "line 2, key 'trigger': None is not of type str"),
+    ({"trigger": ...}, "line 2, key 'trigger': missing"),
+    ({"templates": "z"}, "line 2, key 'templates': 'z' is not of type list"),
+    ({"templates": [1]}, "line 2, key 'templates': .* list of str"),
+    ({"retrieved": True}, "line 2, key 'retrieved': True is not of type int"),
+    (
+      {"helpful": "1"},
+      "line 2, key 'helpful': '1' is not of type int or float",
+    ),
+    ({"id": "first"}, "line 2, key 'id': 'first' occurs twice"),
+    ({"id": " "}, "line 2, key 'id': empty"),
+    ({"origin": "web"}, "line 2, key 'origin': 'web' is none of seed, "),
+    ({"state": "new"}, "line 2, key 'state': 'new' is none of active, "),
+  ],
+)
+def test_bad_lines_name_file_line_and_key(tmp_path, change, message):
+  row = {k: v for k, v in {**GOOD, **change}.items() if v is not ...}
+  path = tmp_path / "bad.jsonl"
+  lines = [json.dumps({**GOOD, "id": "first"}), json.dumps(row)]
+  path.write_text("\n".join(lines))
+  with pytest.raises(ValueError, match=rf"bad\.jsonl, {message}"):
+    B.load(path)
+
+
+def test_bad_files(tmp_path):
+  with pytest.raises(ValueError, match="no such file"):
+    B.load(tmp_path / "none.jsonl")
+  (tmp_path / "bad.jsonl").write_text("[]\n")
+  with pytest.raises(ValueError, match="line 1 holds no JSON object"):
+    B.load(tmp_path / "bad.jsonl")
+  (tmp_path / "bad.jsonl").write_text("\n{")
+  with pytest.raises(ValueError, match="line 2 is not JSON"):
+    B.load(tmp_path / "bad.jsonl")
+
+
+# --- invariants ------------------------------------------------------------
+
+THRESHOLD = 0.8
+POINTS = [
+  unit(a, b, c)
+  for a in (-1, 0, 1)
+  for b in (-1, 0, 1)
+  for c in (0, 1)
+  if a or b or c
+]
+STEPS = st.lists(
+  st.one_of(
+    st.tuples(
+      st.just("admit"),
+      st.lists(st.integers(0, len(POINTS) - 1), min_size=1, max_size=3),
+    ),
+    st.tuples(
+      st.just("credit"),
+      st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 5), st.booleans()),
+        max_size=4,
+      ),
+    ),
+    st.tuples(st.just("retire"), st.integers(0, 2)),
+  ),
+  max_size=8,
+)
+
+
+def play(steps, capacity, rule, check=lambda before, after, events: None):
+  bank = B.create(capacity, 3)
+  seeds = [skill(f"seed-{i}", "seed") for i in range(2)]
+  bank, _ = B.prime(bank, seeds, axes(2, 3))
+  for i, (kind, value) in enumerate(steps):
+    before = bank
+    if kind == "admit":
+      vectors = np.stack([POINTS[p] for p in value])
+      skills = [skill(description=f"{i}.{j}") for j in range(len(value))]
+      bank, events = B.admit(bank, skills, vectors, THRESHOLD, i)
+    elif kind == "credit":
+      active = bank.skills
+      shown = {
+        str(q): [active[n % len(active)]] for q, (n, _, _) in enumerate(value)
+      }
+      outcomes = {
+        str(q): B.Outcome(k, 5, wrong and k < 5, 1 + q % 2)
+        for q, (_, k, wrong) in enumerate(value)
+      }
+      bank, events = B.credit(bank, shown, outcomes, rule, i)
+    else:
+      bank, events = B.retire(bank, value, i)
+    check(before, bank, events)
+  return bank
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.integers(2, 4), st.sampled_from(B.CREDITS))
+def test_invariants(steps, capacity, rule):
+  def check(before, after, events):
+    active = {s.id: row for row, s in _rows(after)}
+    assert len(active) <= capacity
+    assert {"seed-0", "seed-1"} <= active.keys()
+    for name in ("retrieved", "helpful", "harmful"):
+      old = np.asarray(getattr(before, name))
+      new = np.asarray(getattr(after, name))[: len(old)]
+      assert (new >= old).all()
+    ids = [record.skill.id for record in after.records]
+    assert len(set(ids)) == len(ids)
+    assert ids[: len(before.records)] == [r.skill.id for r in before.records]
+    np.testing.assert_array_equal(
+      np.asarray(after.active)[: len(ids)],
+      [state == "active" for state in states(after)],
+    )
+    vectors = np.asarray(after.embeddings)
+    tombs = [i for i, s in enumerate(states(before)) if s == "retired"]
+    born = [row for row in range(len(before.records), len(ids))]
+    for row in born:
+      others = [r for r in active.values() if r != row] + tombs
+      if others and ids[row] in active:
+        # A little slack: numpy's dot product rounds otherwise than XLA's.
+        assert (vectors[others] @ vectors[row]).max() <= THRESHOLD + 1e-6
+    left = [e["skill"] for e in events if e["event"] in ("retire", "evict")]
+    gone = {s.id for _, s in _rows(before)} - active.keys()
+    assert gone <= set(left)
+
+  def _rows(bank):
+    return [
+      (row, record.skill)
+      for row, record in enumerate(bank.records)
+      if record.state == "active"
+    ]
+
+  once = play(steps, capacity, rule, check)
+  assert equal(once, play(steps, capacity, rule))
+
+
+def test_a_step_leaves_the_bank_before_as_it_was():
+  bank = lived()
+  arrays, document = B.to_tree(bank)
+  B.admit(bank, [skill()], unit(1, 1, 1, 1)[None], 2.0, 9)
+  outcome = B.Outcome(5, 5, False, 1)
+  B.credit(bank, {"q": bank.skills}, {"q": outcome}, "rollout", 9)
+  B.retire(bank, 0, 9)
+  after, after_document = B.to_tree(bank)
+  assert all(np.array_equal(arrays[n], after[n]) for n in arrays)
+  assert after_document == document
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    bank.capacity = 3

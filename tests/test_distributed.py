@@ -1,0 +1,136 @@
+"""One process here; two over Gloo in subprocesses."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sesa_jax import distributed
+
+TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4", "RANK": "2"}
+
+
+def test_one_process_is_a_no_op():
+  distributed.initialize()
+  assert not jax.distributed.is_initialized()
+  assert (distributed.index(), distributed.count()) == (0, 1)
+  assert distributed.is_lead()
+  assert distributed.gather([{"a": 1}, 2]) == [{"a": 1}, 2]
+  assert distributed.host_cpu().platform == "cpu"
+  distributed.barrier("alone")
+
+
+def test_launch_maps_torchrun_variables():
+  assert distributed.launch(TORCHRUN | {"MASTER_PORT": "1234"}, False) == {
+    "coordinator_address": "10.0.0.1:1235",
+    "num_processes": 4,
+    "process_id": 2,
+  }
+  one_a_gpu = TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+  launched = distributed.launch(one_a_gpu, False)
+  assert launched["local_device_ids"] == [1]
+
+
+def test_launch_needs_all_of_torchrun():
+  with pytest.raises(ValueError, match="MASTER_ADDR, RANK not set"):
+    distributed.launch({"WORLD_SIZE": "2"}, False)
+
+
+@pytest.mark.parametrize(
+  ("environ", "tpu", "several"),
+  [
+    ({}, False, False),
+    (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, False, False),
+    ({"SLURM_NTASKS": "2"}, False, False),  # a batch script, not its steps
+    ({"SLURM_STEP_NUM_TASKS": "1"}, False, False),
+    ({"SLURM_STEP_NUM_TASKS": "2"}, False, True),
+    ({"TPU_WORKER_HOSTNAMES": "a,b"}, True, True),
+    ({"TPU_WORKER_HOSTNAMES": "a,b"}, False, False),  # JAX_PLATFORMS=cpu
+    ({"TPU_WORKER_HOSTNAMES": "a"}, True, False),
+    ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, True, True),
+    ({}, True, True),  # the metadata server knows
+  ],
+)
+def test_launch_leaves_clusters_to_jax(environ, tpu, several):
+  assert distributed.launch(environ, tpu) == ({} if several else None)
+
+
+@given(st.lists(st.integers(), max_size=30), st.integers(1, 7))
+def test_shares_are_a_partition_in_order(items, count):
+  parts = []
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, "process_count", lambda: count)
+    for process in range(count):
+      patch.setattr(jax, "process_index", lambda process=process: process)
+      parts.append(distributed.share(items))
+  assert [item for part in parts for item in part] == items
+  sizes = [len(part) for part in parts]
+  assert max(sizes) - min(sizes) <= 1
+
+
+PROGRAM = """
+import json
+import numpy as np
+from sesa_jax import distributed, types
+distributed.initialize()
+distributed.initialize()
+me = distributed.index()
+mine = [{"process": me, "text": "\\u00e9" * me * 500}] * (1 + 2 * me)
+gathered = distributed.gather(mine)
+none = distributed.gather([] if me else [np.float32(0.1), types.Verdict.RIGHT])
+distributed.barrier("end")
+print("SAID", json.dumps(dict(
+  index=me, count=distributed.count(), lead=distributed.is_lead(),
+  processes=[row["process"] for row in gathered],
+  lengths=[len(row["text"]) for row in gathered],
+  whole=distributed.gather(distributed.share(list(range(5)))),
+  none=[repr(x) for x in none],
+  cpu=distributed.host_cpu().process_index,
+)))
+"""
+
+
+def test_two_processes_over_gloo_gather_in_order():
+  with socket.socket() as sock:
+    sock.bind(("localhost", 0))
+    port = sock.getsockname()[1]
+  processes = []
+  for rank in range(2):
+    environ = os.environ | {
+      "MASTER_ADDR": "localhost",
+      "MASTER_PORT": str(port - 1),
+      "WORLD_SIZE": "2",
+      "RANK": str(rank),
+      "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    process = subprocess.Popen(
+      [sys.executable, "-c", PROGRAM],
+      env=environ,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    processes.append(process)
+  try:
+    outs = [process.communicate(timeout=120) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  said = []
+  for out, err in outs:
+    lines = [line for line in out.splitlines() if line.startswith("SAID")]
+    assert lines, err
+    said.append(json.loads(lines[0].removeprefix("SAID")))
+  for me, one in enumerate(said):
+    assert (one["index"], one["count"], one["cpu"]) == (me, 2, me)
+    assert one["lead"] == (me == 0)
+    assert one["processes"] == [0, 1, 1, 1]
+    assert one["lengths"] == [0, 500, 500, 500]
+    assert one["whole"] == [0, 1, 2, 3, 4]
+    assert one["none"] == ["np.float32(0.1)", "<Verdict.RIGHT: 'right'>"]

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sesa_jax.judge import offline
+from sesa_jax.judge.leaks import leaks, text_fields
+from sesa_jax.judge.offline import OfflineDistiller
+from sesa_jax.language import ENGLISH
+from sesa_jax.types import DistillFailure, FailureRecord, Passage, Skill
+
+PAGE = Passage(
+  "1",
+  "Lake Garda",
+  "Lake Garda is the largest lake in Italy. Its deepest point lies 346 metres "
+  "below the surface. The Mincio drains the lake at Peschiera. In winter the "
+  "Sarca feeds it.",
+)
+OTHER = Passage("2", "Wine", "Wine is made of grapes.")
+
+
+def record(question, targets, prediction, passages=(PAGE,), **changes):
+  return FailureRecord(
+    **dict(
+      question_id="q",
+      seed_id="s7",
+      question=question,
+      targets=targets,
+      prediction=prediction,
+      other_predictions=(),
+      passages=passages,
+      passages_seen=len(passages),
+      wrong_attempts=2,
+      success_rate=0.5,
+      skill_ids=(),
+      iteration=4,
+    )
+    | changes
+  )
+
+
+DRAIN = "Which river drains the lake Garda?"
+CASES = {  # category: a record of it
+  "name: wordy": record(DRAIN, ("Mincio",), "the Mincio at Peschiera"),
+  "name: cut": record(DRAIN, ("Mincio river",), "Mincio"),
+  "name: echo": record(DRAIN, ("Mincio",), "Garda"),
+  "measure: kind": record(
+    "How deep is the lake?", ("346 metres",), "the Sarca"
+  ),
+  "name: title": record(DRAIN, ("Mincio",), "Lake Garda", other_predictions=()),
+  "person: hop": record("Who named the lake?", ("Ann",), "Lake Garda"),
+  "name: neighbour": record(DRAIN, ("Mincio",), "Sarca"),
+  "name: decoy": record("What drains the lake?", ("Po",), "Sarca"),
+  "date: kind": record("When is the lake fed?", ("1990",), "winter"),
+  "place: memory": record("Where does it drain?", ("Peschiera",), "Verona"),
+  "number: unfound": record("How many see the surface?", ("9",), "12"),
+  "reason: astray": record("Why do birds sing?", ("love",), "joy", (OTHER,)),
+}
+
+
+@pytest.mark.parametrize("category", CASES)
+def test_reads_what_went_wrong(category):
+  case = CASES[category]
+  if category == "name: title":  # "Lake Garda" also echoes the question
+    case = dataclasses.replace(case, question="Which river drains it?")
+  skill = OfflineDistiller().distill(case, [])
+  assert isinstance(skill, Skill)
+  assert skill.category == category
+  assert (skill.id, skill.origin) == ("", "offline")
+  assert (skill.source_seed, skill.created_at) == ("s7", 4)
+  assert skill.source_question == case.question
+  assert all(text.strip() for text in text_fields(skill))
+  assert 1 <= len(skill.templates) <= 3
+  assert leaks(skill, case, ENGLISH) is None
+
+
+def test_all_cases_differ_and_every_fault_has_one():
+  skills = [OfflineDistiller().distill(case, []) for case in CASES.values()]
+  assert len({s.description for s in skills}) >= 10
+  faults = {category.split(": ")[1] for category in CASES}
+  assert faults == set(offline._FAULTS)
+
+
+def test_plain_words_are_told_and_names_are_not():
+  case = record(
+    "in which region of italy does the mincio drain the largest lake",
+    ("Lombardy",),
+    "Veneto",
+  )
+  skill = OfflineDistiller().distill(case, [])
+  # `italy`, `mincio` stand in capitals in the passage; `lake` in its title;
+  # `region` and `drain` do not stand in it at all.
+  assert skill.trigger.startswith("An extreme asks for the name (largest) ")
+  text = " ".join(text_fields(skill)).lower()
+  for word in ("italy", "mincio", "lake", "region", "drain "):
+    assert word not in text
+
+
+def test_noun_asked_for():
+  page = Passage("1", "Po", "A river and its surface. No point of it is dry.")
+  for question, noun in (
+    ("Which river is it?", "river"),
+    ("What is the surface of it?", "surface"),
+    ("What point?", "point"),
+    ("Which dry river is it?", "name"),  # an adjective
+    ("Which Point is it?", "name"),
+  ):
+    case = record(question, ("Oglio",), "Adda", (page,))
+    skill = OfflineDistiller().distill(case, [])
+    assert f"asks for the {noun}" in skill.trigger
+
+
+def test_another_lesson_where_one_was_shown():
+  case = CASES["name: wordy"]
+  distiller, shown, written = OfflineDistiller(), [], []
+  while isinstance(skill := distiller.distill(case, shown), Skill):
+    shown.append(dataclasses.replace(skill, id=f"s{len(shown)}"))
+    written.append(skill.category)
+  assert written == ["name: wordy", "name: memory"]
+  assert skill == DistillFailure(skill.reason, outage=False)
+
+
+@pytest.mark.parametrize("prediction", ["", "?", " "])
+def test_prediction_without_words(prediction):
+  case = record(DRAIN, ("Mincio",), prediction, ())
+  assert isinstance(OfflineDistiller().distill(case, []), Skill)
+
+
+def test_same_record_same_skill():
+  case = CASES["name: neighbour"]
+  assert OfflineDistiller().distill(case, []) == OfflineDistiller().distill(
+    case, []
+  )
+
+
+def test_order_of_candidates():
+  distil = OfflineDistiller().distill
+  late = distil(record("Which drains?", ("Mincio",), "Sarca"), [])
+  early = distil(record("Which feeds?", ("Sarca",), "Mincio"), [])
+  assert late.avoidance == "Taking the candidate mentioned last."
+  assert early.avoidance == "Taking the candidate mentioned first."
