@@ -46,12 +46,12 @@ setup(
       "nvidia-cudnn-cu12",
     ],
     "dev": [
-      "beartype>=0.20",
-      "hypothesis>=6.100",
-      "pytest>=8.3",
-      "pytest-timeout>=2.3",
-      "ruff>=0.12",
-      "torch>=2.6",  # the other side of parity tests, never imported elsewhere
+      "beartype>=0.23",
+      "hypothesis>=6.170",
+      "pytest>=9.2",
+      "pytest-timeout>=2.4",
+      "ruff>=0.17",
+      "torch>=2.13",  # the other side of parity tests alone
     ],
   },
 )

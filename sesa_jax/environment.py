@@ -268,18 +268,16 @@ class SearchQA:
     while 0 < kept < len(ids) and ends[kept - 1] >= ends[kept]:
       kept -= 1
     # Passages of which nothing was seen are no evidence.
-    seen = [
-      p
-      for i, p in enumerate(passages)
-      if kept and len(prompts.passages_text(passages[:i])) < ends[kept - 1]
-    ]
+    end = ends[kept - 1] if kept else 0
+    before = (prompts.passages_text(passages[:i]) for i in range(len(passages)))
+    seen = sum(len(text) + bool(text) < end for text in before)
     return Reply(
       "append",
       (*self._open, *ids[:kept], *self._close),
       "",
       "search",
       query,
-      tuple(seen),
+      passages[:seen],
     )
 
   def _neutral(self, passage: Passage) -> Passage:

@@ -71,29 +71,36 @@ def evaluate(
   limits = types.Limits(
     config.solver.turn_tokens, config.solver.episode_tokens, config.eval.turns
   )
+  everything = [q for questions in sets.values() for q in questions]
   cells = []
   for mode in config.eval.banks:
+    began = time.perf_counter()
+    shown, blocks = {}, {}
+    if mode == "final":
+      shown, blocks = show_skills(bank, everything, tools, config)
+    attempts, _ = selfplay.solve(
+      weights,
+      everything,
+      shown,
+      blocks,
+      tools,
+      iteration=iteration,
+      attempts=1,
+      sampling=types.Sampling(temperature=0.0),
+      limits=limits,
+      arm=f"eval/{mode}",
+    )
+    seconds = (time.perf_counter() - began) / max(len(everything), 1)
     for name, questions in sets.items():
-      began = time.perf_counter()
-      shown, blocks = {}, {}
-      if mode == "final":
-        shown, blocks = show_skills(bank, questions, tools, config)
-      attempts, _ = selfplay.solve(
-        weights,
-        questions,
-        shown,
-        blocks,
-        tools,
-        iteration=iteration,
-        attempts=1,
-        sampling=types.Sampling(temperature=0.0),
-        limits=limits,
-        arm=f"eval/{name}/{mode}",
-      )
+      ids = {question.id for question in questions}
       cells.append(
         dict(iteration=iteration, set=name, bank=mode)
-        | score(attempts, tools.language, config.eval.confidence)
-        | dict(seconds=time.perf_counter() - began)
+        | score(
+          [a for a in attempts if a.question.id in ids],
+          tools.language,
+          config.eval.confidence,
+        )
+        | {"seconds/question": seconds}
       )
   return cells
 

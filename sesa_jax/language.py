@@ -180,7 +180,7 @@ class English:
       opens = not words or self._ends_sentence(words[-1], gap)
       if gap.strip(" ."):
         words, kinds = [*words, ""], kinds + "|"
-      if opens or word == "I":
+      if opens:
         kind = "x"
       elif word.lower() in self.connectors | self.articles:
         kind = "c"

@@ -74,7 +74,7 @@ def iteration(
     types.Stopped: too many episodes stayed lost, no search was executed, or
       updates had a loss that is not a number. The state is unharmed.
   """
-  number = state.iteration
+  number = state.iteration + 1  # as people count
   tools, budgets = world.tools, budget(config)
   engine, clock = tools.engine, _Clock()
   roles = {"challenger": config.challenger, "solver": config.solver}
@@ -87,7 +87,7 @@ def iteration(
   }
 
   def stage(name: str, episodes: int = 0) -> None:
-    label = f"iteration {number + 1}/{config.iterations}: {name}"
+    label = f"iteration {number}/{config.iterations}: {name}"
     progress.stage(label, episodes, budgets[name])
     clock.start(name)
 
@@ -164,7 +164,7 @@ def iteration(
   del weights  # before the updates need the room
   played = [p.episode for p in proposals] + [a.episode for a in attempts]
   _stop_if_lost(played + checked, config.lost_limit)
-  if number == 0:
+  if number == 1:
     _stop_if_nothing_searched(played)
 
   # Stage 3, frontier shaping: rewards, advantages, failures that pass the gate.
@@ -211,7 +211,7 @@ def iteration(
   bank, credited = skill_bank.credit(
     state.bank,
     shown,
-    {o.question.id: o for o in edge.outcomes},
+    {outcome.question.id: outcome for outcome in edge.outcomes},
     config.bank.credit,
     number,
   )
@@ -228,7 +228,7 @@ def iteration(
     distiller=tools.distiller,
     encoder=tools.encoder,
     language=tools.language,
-    iteration=number + 1,
+    iteration=number,
     every=config.distillation.every,
     min_pending=config.distillation.min_pending,
     max_records=config.distillation.max_records,
@@ -238,7 +238,7 @@ def iteration(
   clock.stop()
 
   after = State(
-    number + 1,
+    number,
     updated["challenger"],
     updated["solver"],
     bank,
@@ -247,7 +247,7 @@ def iteration(
     position,
   )
   measured = {
-    "iteration": number + 1,
+    "iteration": number,
     **checking.metrics,
     **edge.report.metrics,
     **rollout_metrics(played, "rollout"),
@@ -265,8 +265,8 @@ def iteration(
   }
   return after, Record(
     measured,
-    _episode_rows(proposals, attempts, checked, edge, tools, number + 1),
-    _question_rows(checking.rows, proposals, edge, number + 1),
+    _episode_rows(proposals, attempts, checked, edge, tools, number),
+    _question_rows(checking.rows, proposals, edge, number),
     [metrics.plain(f) for f in edge.failures],
     [*credited, *retired, *distilled.rows],
   )
@@ -768,31 +768,32 @@ def report(
 
 
 def _played(rows: Sequence[Mapping[str, Any]]) -> rich.table.Table:
-  """A row an iteration: what was posed, solved and learned from."""
+  """A column an iteration (the last ten): what was posed, solved, learned."""
   table = rich.table.Table(title="Self-play", box=rich.box.SIMPLE_HEAD)
-  columns = {
-    "iteration": lambda r: f"{r['iteration']}",
-    "valid / posed": lambda r: (
-      f"{r['challenger/state/valid']} / {r['challenger/proposals']}"
+  table.add_column("iteration")
+  for row in rows[-10:]:
+    table.add_column(str(row["iteration"]), justify="right")
+  for name, text in {
+    "proposals, of them valid": lambda r: (
+      f"{r['challenger/proposals']}, {r['challenger/state/valid']}"
     ),
-    "solver questions\nown / replayed / fixed": lambda r: " / ".join(
-      str(r[f"solver/origin/{o}"]) for o in ("challenger", "replay", "fixed")
-    ),
-    "right": lambda r: _percent(r.get("solver/reward/mean")),
-    "informative\ngroups": lambda r: _percent(
+    "solver questions": lambda r: f"{r['solver/questions']}",
+    "  posed just now": lambda r: f"{r['solver/origin/challenger']}",
+    "  posed earlier, replayed": lambda r: f"{r['solver/origin/replay']}",
+    "  real ones, from the pool": lambda r: f"{r['solver/origin/fixed']}",
+    "attempts right": lambda r: _percent(r.get("solver/reward/mean")),
+    "informative groups": lambda r: _percent(
       r.get("solver/informative_groups")
     ),
-    "searches an\nepisode": lambda r: (
-      f"{r['rollout/searches/mean'] or 0:.2f}"
+    "searches an episode": lambda r: f"{r['rollout/searches/mean']:.2f}",
+    "episodes with a malformed turn": lambda r: _percent(
+      r["rollout/malformed"]
     ),
-    "malformed": lambda r: _percent(r["rollout/malformed"]),
-    "failures": lambda r: f"{r['frontier/recorded']}",
-    "skills": lambda r: f"{r['bank/active']}",
-  }
-  for name in columns:
-    table.add_column(name, justify="right")
-  for row in rows:
-    table.add_row(*(text(row) for text in columns.values()))
+    "failures recorded": lambda r: f"{r['frontier/recorded']}",
+    "skills admitted": lambda r: f"{r['distillation/admitted']}",
+    "active skills": lambda r: f"{r['bank/active']}",
+  }.items():
+    table.add_row(name, *(text(row) for row in rows[-10:]))
   return table
 
 

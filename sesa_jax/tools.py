@@ -110,8 +110,8 @@ def check(config: Any) -> None:
   for name, value in positive.items():
     if value < 1:
       raise ValueError(f"{name} = {value}: it must be at least 1.")
-  packing.check_rows(config.learner.microbatch_rows, config.mesh.fsdp)
   sharding.mesh(config.mesh.fsdp, config.mesh.tensor)
+  packing.check_rows(config.learner.microbatch_rows, config.mesh.fsdp)
   backbone = weights.check(config.policy.source, locate(config.policy.path))
   sharding.check(backbone, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
   if slot_tokens(config) > backbone.context:

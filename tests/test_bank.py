@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sesa_jax.retrieval import host_device
 from sesa_jax.skills import bank as B
-from sesa_jax.types import Question, Skill
+from sesa_jax.types import Outcome, Question, Skill
 
 
 def skill(id="", origin="offline", **fields) -> Skill:
@@ -207,6 +207,11 @@ def test_fractions_that_cancel_do_not_retire():
 # --- credit ----------------------------------------------------------------
 
 
+def outcome_of(right, total, wrong, hops):
+  asked = Question("q", "Which?", ("it",), hops, "s", "fixed")
+  return Outcome(asked, right, total, right + wrong, wrong, ())
+
+
 # Worked by hand for G = 5: (helpful, harmful) for k = 0..5.
 TABLES = {
   "rollout": [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 0)],
@@ -218,7 +223,7 @@ TABLES = {
 @pytest.mark.parametrize("k", range(6))
 def test_credit_of_five_attempts(rule, k):
   bank = primed(skill("a"), skill("b"))
-  outcome = B.Outcome(right=k, total=5, wrong=k < 5, hops=1)
+  outcome = outcome_of(k, 5, 5 - k, 1)
   bank, events = B.credit(bank, {"q": bank.skills[1:]}, {"q": outcome}, rule, 3)
   helpful, harmful = TABLES[rule][k]
   assert np.asarray(bank.retrieved).tolist() == [0, 1, 0, 0]
@@ -240,14 +245,14 @@ def test_credit_of_five_attempts(rule, k):
 
 def test_rollout_harm_needs_a_substantively_wrong_attempt():
   bank = primed(skill("a"))
-  outcome = B.Outcome(right=2, total=5, wrong=False, hops=1)  # 3 malformed
+  outcome = outcome_of(2, 5, 0, 1)  # 3 malformed
   bank, _ = B.credit(bank, {"q": bank.skills}, {"q": outcome}, "rollout", 1)
   assert (bank.helpful[0], bank.harmful[0]) == (2, 0)
 
 
 def test_majority_tie_goes_to_neither():
   bank = primed(skill("a"))
-  outcome = B.Outcome(right=2, total=4, wrong=True, hops=1)
+  outcome = outcome_of(2, 4, 2, 1)
   bank, _ = B.credit(bank, {"q": bank.skills}, {"q": outcome}, "majority", 1)
   assert (bank.helpful[0], bank.harmful[0], bank.retrieved[0]) == (0, 0, 1)
 
@@ -255,9 +260,9 @@ def test_majority_tie_goes_to_neither():
 def test_relative_credit_is_within_the_hop_count():
   bank = primed(skill("a"))
   outcomes = {
-    "x": B.Outcome(4, 4, False, 1),  # one hop: mean of 1 and 0 is .5
-    "y": B.Outcome(0, 4, True, 1),
-    "z": B.Outcome(1, 4, True, 2),  # alone among two hops: at its mean
+    "x": outcome_of(4, 4, 0, 1),  # one hop: mean of 1 and 0 is .5
+    "y": outcome_of(0, 4, 4, 1),
+    "z": outcome_of(1, 4, 3, 2),  # alone among two hops: at its mean
   }
   shown = {id: bank.skills for id in "xz"}
   bank, _ = B.credit(bank, shown, outcomes, "relative", 1)
@@ -492,7 +497,7 @@ def play(steps, capacity, rule, check=lambda before, after, events: None):
         str(q): [active[n % len(active)]] for q, (n, _, _) in enumerate(value)
       }
       outcomes = {
-        str(q): B.Outcome(k, 5, wrong and k < 5, 1 + q % 2)
+        str(q): outcome_of(k, 5, wrong * (5 - k), 1 + q % 2)
         for q, (_, k, wrong) in enumerate(value)
       }
       bank, events = B.credit(bank, shown, outcomes, rule, i)
@@ -547,7 +552,7 @@ def test_a_step_leaves_the_bank_before_as_it_was():
   bank = lived()
   arrays, document = B.to_tree(bank)
   B.admit(bank, [skill()], unit(1, 1, 1, 1)[None], 2.0, 9)
-  outcome = B.Outcome(5, 5, False, 1)
+  outcome = outcome_of(5, 5, 0, 1)
   B.credit(bank, {"q": bank.skills}, {"q": outcome}, "rollout", 9)
   B.retire(bank, 0, 9)
   after, after_document = B.to_tree(bank)

@@ -153,6 +153,11 @@ def test_cuts_lie_at_sentence_ends():
   ]
   # The last sentence has less than a quarter of 11 words: it joins.
   assert corpus.cut(text, 11) == [text]
+  # The full stop of an initial ends no sentence.
+  assert corpus.cut("One two. Three J. Kk four.", 4) == [
+    "One two.",
+    "Three J. Kk four.",
+  ]
   assert corpus.cut("a b c d e f g", 3) == ["a b c", "d e f", "g"]
   assert corpus.cut("Field: x y\nOther: z", 3) == ["Field: x y", "Other: z"]
   assert corpus.cut("one line\nanother line", 10) == ["one line\nanother line"]

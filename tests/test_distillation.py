@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 
 import pytest
 
+from sesa_jax import metrics
 from sesa_jax.judge.offline import OfflineDistiller
 from sesa_jax.language import ENGLISH
 from sesa_jax.retrieval.encoder import HashEncoder
@@ -250,3 +252,9 @@ def test_offline_distiller_all_the_way():
   again = distill(empty(), queue, OfflineDistiller())
   assert skill_bank.rows(again[0]) == skill_bank.rows(bank)
   assert again[2] == report
+
+
+def test_record_survives_a_checkpoint():
+  waits = record("a", skill_ids=("s",), other_predictions=("Köln", "Ulm"))
+  text = json.dumps(metrics.plain(waits))
+  assert distillation.from_json(json.loads(text)) == waits

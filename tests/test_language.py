@@ -118,10 +118,11 @@ def test_mentioned_only_at_token_boundaries():
     ("who wrote “the hobbit”", ["the hobbit"]),
     ("Who made the Lord of the Rings?", ["Lord of the Rings"]),
     ("Who sang in The Beatles?", ["Beatles"]),
+    ("Who stars in A Beautiful Mind?", ["Beautiful Mind"]),
     ("Was it France, Germany or Spain?", ["France", "Germany", "Spain"]),
     ("Did J. R. R. Tolkien meet Dr. Watson?", ["J R R Tolkien", "Dr Watson"]),
     ("how far did Apollo 11 fly", ["Apollo 11"]),
-    ("of 1,234 men, 42 fled in grade A", ["1,234", "1234"]),
+    ("of 1,234 men, 42 in 747s took vitamin C", ["1,234", "1234", "747"]),
     ("Nothing here. Nor here! Or here", []),
   ],
 )

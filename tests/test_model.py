@@ -166,7 +166,7 @@ def test_decode_through_a_cache_is_transformers(pair):
 def test_gradients_are_those_of_transformers(pair):
   reference, graphdef, params = pair
   ids = draw(2, 16)
-  positions = np.tile(np.arange(16), (2, 1))
+  positions = jnp.tile(jnp.arange(16), (2, 1))
 
   @jax.jit
   @jax.grad
@@ -174,9 +174,9 @@ def test_gradients_are_those_of_transformers(pair):
     x = model.hidden(
       graphdef,
       params,
-      ids,
+      jnp.asarray(ids),
       positions,
-      np.ones_like(ids),
+      jnp.ones_like(ids),
       compute_dtype=jnp.float32,
       remat=True,
     )

@@ -86,3 +86,12 @@ def test_the_language_decides():
   assert scoring.exact_match("la Seine", "Seine", french)
   assert not scoring.exact_match("the Seine", "Seine", french)
   assert scoring.normalize("la Seine", french) == "seine"
+
+
+def test_no_answer_matches_nothing_even_if_a_language_erases_targets():
+  class Mute(English):
+    def normalize_answer(self, text):
+      return ""
+
+  assert not scoring.exact_match("", "Seine", Mute())
+  assert scoring.f1("", "Seine", Mute()) == 0

@@ -54,7 +54,7 @@ def test_each_device_holds_its_share():
 def test_logits_are_those_of_one_device(shape):
   params = jax.jit(model.init, static_argnums=0)(BACKBONE, jax.random.key(0))
   ids = np.arange(64, dtype=np.int32).reshape(8, 8)
-  positions = np.tile(np.arange(8, dtype=np.int32), (8, 1))
+  positions = jnp.tile(jnp.arange(8), (8, 1))
 
   @jax.jit
   def score(params, ids):

@@ -295,8 +295,9 @@ def smollm2():
 def test_smollm2_scores_text_as_transformers_does(smollm2):
   reference, graphdef, params = smollm2
   text = pathlib.Path(model.__file__).read_text()
-  ids = np.array(tokenizer.load("gguf", SMOLLM2)(text)["input_ids"][:512])[None]
-  positions = np.arange(512)[None]
+  ids = tokenizer.load("gguf", SMOLLM2)(text)["input_ids"][:512]
+  ids = jnp.array(ids)[None]
+  positions = jnp.arange(512)[None]
 
   @jax.jit
   def score(params):
@@ -305,14 +306,14 @@ def test_smollm2_scores_text_as_transformers_does(smollm2):
       params,
       ids,
       positions,
-      np.ones_like(ids),
+      jnp.ones_like(ids),
       compute_dtype=jnp.float32,
       remat=False,
     )
     return model.logits(graphdef, params, x)
 
   with torch.no_grad():
-    theirs = reference(torch.tensor(ids)).logits.numpy()
+    theirs = reference(torch.tensor(np.array(ids))).logits.numpy()
   ours = np.asarray(score(params))
   assert ours.shape == (1, 512, 49152)
   np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-3)
@@ -333,7 +334,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2):
     add_generation_prompt=True,
   )["input_ids"]
   length = 64
-  positions = np.arange(length)[None]
+  positions = jnp.arange(length)[None]
 
   @jax.jit
   def best(params, row, at):

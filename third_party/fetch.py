@@ -97,13 +97,15 @@ def sha256(path: Path) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check(path: Path, expected: str | None) -> str:
+def check(
+  path: Path, expected: str | None, way_out: str = "It was not installed."
+) -> str:
   """Returns a file's hash, which must be the expected one if there is one."""
   found = sha256(path)
   if expected and found != expected:
     raise FetchError(
-      f"wrong SHA-256 of {path.name}: expected {expected}, found {found}. It is"
-      f" not used. If {path} is there, delete it; fetch again."
+      f"wrong SHA-256 of {path.name}: expected {expected}, found {found}."
+      f" {way_out}"
     )
   return found
 
@@ -245,7 +247,8 @@ def fetch_hub(asset: Asset, folder: Path, lock: Lock, hub: Hub):
         part.unlink()  # nothing to go on from
         raise
       os.replace(part, target)
-    known[name] = check(target, expected)
+    again = f"Delete {target} and run the same command again."
+    known[name] = check(target, expected, again)
     lock.record(asset, known, complete=False)
   lock.record(asset, known, complete=True)
 

@@ -143,7 +143,7 @@ def _tsv_row(line: str) -> tuple[str, tuple[str, ...]]:
     raise ValueError("expected a question, a tab and a list of answers")
   try:
     # The list is quoted once as a field; answers can be quoted once more.
-    value = ast.literal_eval(_unquote(answers, times=1))
+    value = ast.literal_eval(_unquote(answers))
   except (ValueError, SyntaxError):
     raise ValueError(f"{answers!r} is not a list of answers") from None
   return text, tuple(
@@ -151,11 +151,8 @@ def _tsv_row(line: str) -> tuple[str, tuple[str, ...]]:
   )
 
 
-def _unquote(field: str, times: int = 2) -> str:
+def _unquote(field: str) -> str:
   """Strips CSV's quotes, which some of the files put on twice."""
-  for _ in range(times):
-    match = _QUOTED.fullmatch(field)
-    if not match:
-      break
+  while match := _QUOTED.fullmatch(field):
     field = match[1].replace('""', '"')
   return field

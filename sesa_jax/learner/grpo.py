@@ -25,6 +25,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 LOSSES = {"grpo": lambda tokens: tokens, "dapo": lambda tokens: 1}
 BASELINES = ("group", "batch", "hop", "none")
 
+Scalar = Float[Array, ""] | float  # traced, where it is an argument
+
 MAX_LOG_RATIO = 20.0  # exp(20) is still far from float32's end
 
 
@@ -168,10 +170,10 @@ def clipped_loss(
   weights: Float[Array, "B T"],
   mask: Bool[Array, "B T"],
   *,
-  clip_low: float,
-  clip_high: float,
-  kl_coefficient: float,
-  importance_cap: float,
+  clip_low: Scalar,
+  clip_high: Scalar,
+  kl_coefficient: Scalar,
+  importance_cap: Scalar,
 ) -> Sums:
   """The clipped policy loss with a KL penalty, as sums.
 

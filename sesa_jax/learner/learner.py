@@ -82,7 +82,6 @@ class Programs(NamedTuple):
 def programs(recipe: Recipe) -> Programs:
   """Returns the programs of a recipe. Compilation waits for the first call."""
   tx = optax.chain(
-    optax.clip_by_global_norm(recipe.gradient_clip),
     optax.scale_by_adam(recipe.adam_b1, recipe.adam_b2, recipe.adam_eps),
     optax.add_decayed_weights(recipe.weight_decay, mask=decayed),
   )
@@ -152,12 +151,14 @@ def programs(recipe: Recipe) -> Programs:
 
   def apply(state, gradient, sums, rates):
     divisor = jnp.where(sums.weight > 0, sums.weight, 1.0)
-    gradient = jax.tree.map(lambda leaf: leaf / divisor, gradient)
-    norm = optax.tree.norm(gradient)
+    norm = optax.tree.norm(gradient) / divisor
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     # The first update is the first step of the warm-up, not one of rate 0.
     warm = (state.updates + 1) / jnp.maximum(rates.warmup_updates, 1)
     rate = rates.learning_rate * jnp.minimum(warm, 1.0)
+    # Divided and clipped in one go: a tree of its own for each costs memory.
+    scale = jnp.minimum(1.0, recipe.gradient_clip / norm) / divisor
+    gradient = jax.tree.map(lambda leaf: leaf * scale, gradient)
     change, adam = tx.update(gradient, state.opt_state.adam, state.params)
     moved = types.Policy(
       jax.tree.map(lambda p, u: p - rate * u, state.params, change),
@@ -313,6 +314,8 @@ class Learner:
     # All of the iteration's old logprobs, before any weight moves. With one
     # update they equal the new ones, and the pass is spared.
     single = len(parts) < 2
+    if self.kl_coefficient:
+      reference = jax.device_put(reference, run.policy.params)
     scored = [
       [
         self._scores(policy.params, reference, batch, single, temperature)
@@ -362,8 +365,7 @@ class Learner:
     old = zeros if single else run.score(params, placed, temperature)
     if self.kl_coefficient == 0:
       return old, zeros
-    frozen = jax.device_put(reference, run.policy.params)
-    return old, run.score(frozen, placed, temperature)
+    return old, run.score(reference, placed, temperature)
 
   def _skip(self, policy, loss, norm) -> None:
     """Warns of a skipped update, and stops the run at too many."""

@@ -39,7 +39,7 @@ The passages were found, the evidence tells right from wrong, and so on.
 """
 
 
-def load(source: str, path: str) -> PreTrainedTokenizerFast:
+def load(source: str, path: str | Path) -> PreTrainedTokenizerFast:
   """Loads the tokenizer that belongs to a policy's weights.
 
   Args:
@@ -122,7 +122,7 @@ def _load_hf(folder: Path) -> PreTrainedTokenizerFast:
   return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def _load_gguf(path: str) -> PreTrainedTokenizerFast:
+def _load_gguf(path: str | Path) -> PreTrainedTokenizerFast:
   metadata = weights.read_gguf(path).metadata
   names = (
     "model pre tokens token_type merges eos_token_id padding_token_id"

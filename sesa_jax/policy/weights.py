@@ -59,7 +59,7 @@ class _Store:
   read: Callable[[str], np.ndarray]
 
 
-def load(source: str, path: str, key: jax.Array) -> tuple[Backbone, Any]:
+def load(source: str, path: str | Path, key: jax.Array) -> tuple[Backbone, Any]:
   """Loads or, for "random", draws the weights of a policy.
 
   Args:
@@ -79,7 +79,7 @@ def load(source: str, path: str, key: jax.Array) -> tuple[Backbone, Any]:
   return load_hf(path) if source == "hf" else load_gguf(path)
 
 
-def check(source: str, path: str) -> Backbone:
+def check(source: str, path: str | Path) -> Backbone:
   """Validates headers, names and shapes without reading a weight.
 
   Raises:

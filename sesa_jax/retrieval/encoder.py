@@ -70,7 +70,7 @@ class BertEncoder:
 
   def __init__(
     self,
-    params: Mapping[str, Array],
+    params: Mapping[str, np.ndarray | Array],
     tokenizer: tokenizers.Tokenizer,
     *,
     heads: int,
@@ -143,8 +143,8 @@ class BertEncoder:
 @functools.partial(jax.jit, static_argnames=("heads", "epsilon"))
 def embed(
   params: Mapping[str, Array],
-  ids: Int[Array, "B T"],
-  mask: Bool[Array, "B T"],
+  ids: Int[np.ndarray | Array, "B T"],
+  mask: Bool[np.ndarray | Array, "B T"],
   *,
   heads: int,
   epsilon: float,

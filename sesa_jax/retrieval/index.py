@@ -38,16 +38,11 @@ def top_k(
     fewer than k rows are unmasked the rest is -inf and -1.
 
   Raises:
-    ValueError: shapes that do not fit, or k < 1.
+    ValueError: k < 1.
   """
   Q, S = len(queries), len(vectors)
   if k < 1:
     raise ValueError(f"k = {k}: ask for at least 1 neighbour.")
-  if mask.shape not in ((S,), (Q, S)) or queries.ndim != 2:
-    raise ValueError(
-      f"Queries {queries.shape} and vectors {vectors.shape} need a mask of "
-      f"shape ({S},) or ({Q}, {S}), not {mask.shape}."
-    )
   scores = np.full((Q, k), -np.inf, np.float32)
   indices = np.full((Q, k), -1, np.int32)
   if not S:

@@ -23,7 +23,7 @@ from sesa_jax import metrics
 from sesa_jax.language import ENGLISH
 from sesa_jax.retrieval import host_device
 from sesa_jax.retrieval.index import top_k
-from sesa_jax.types import Encoder, Question, Skill
+from sesa_jax.types import Encoder, Outcome, Question, Skill
 
 STATES = ("active", "retired", "evicted")
 ORIGINS = ("seed", "offline", "chat", "solver", "mined", "authored")
@@ -40,16 +40,6 @@ class Record:
   skill: Skill
   state: str = "active"  # one of STATES
   reason: str = ""  # why it is no longer active
-
-
-@dataclass(frozen=True)
-class Outcome:
-  """What came of a question on all its attempts. None of them is UNKNOWN."""
-
-  right: int
-  total: int
-  wrong: bool  # any attempt is substantively wrong
-  hops: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -391,7 +381,7 @@ def top(
   for row, question in zip(mask, questions, strict=True):
     born = (seeds == question.seed_id) & (seeds != "")
     born |= (texts == _key(question.text)) & (texts != "")
-    pass
+    row[:count] &= ~born.astype(bool)
   scores, rows = top_k(vectors, bank.embeddings, mask, k)
   floor = -np.inf if min_score is None else np.float32(min_score)
   return {
@@ -482,14 +472,15 @@ def credit(
     )
   shares: dict[int, list[float]] = {}
   for _, outcome in sorted(outcomes.items()):
-    shares.setdefault(outcome.hops, []).append(outcome.right / outcome.total)
+    shares.setdefault(outcome.question.hops, []).append(outcome.success)
   mean = {hops: sum(share) / len(share) for hops, share in shares.items()}
   rows = {r.skill.id: row for row, r in enumerate(bank.records)}
   arrays = _arrays(bank)
   events: dict[str, dict[str, Any]] = {}
   # Sorted: sums of fractions depend on their order, and a bank must not.
   for id in sorted(shown.keys() & outcomes.keys()):
-    helpful, harmful = _usage(outcomes[id], rule, mean[outcomes[id].hops])
+    outcome = outcomes[id]
+    helpful, harmful = _usage(outcome, rule, mean[outcome.question.hops])
     for skill in shown[id]:
       row = rows[skill.id]
       arrays["retrieved"][row] += 1
@@ -507,13 +498,15 @@ def credit(
   return _with_records(bank, bank.records, **arrays), tuple(events.values())
 
 
-def _usage(outcome: Outcome, rule: str, mean: float) -> tuple[float, float]:
+def _usage(
+  outcome: Outcome, rule: str, mean: float
+) -> tuple[int | float, int | float]:
   right, wrong = outcome.right, outcome.total - outcome.right
   if rule == "rollout":
-    return right, int(outcome.wrong)
+    return right, int(outcome.wrong > 0)
   if rule == "majority":
     return int(right > wrong), int(right < wrong)
-  better = right / outcome.total - mean
+  better = outcome.success - mean
   return max(better, 0.0), max(-better, 0.0)
 
 

@@ -217,15 +217,20 @@ def _row(
 
 def _metrics(rows: Sequence[dict], pending: int, lost: int) -> dict[str, float]:
   results = [row for row in rows if "outcome" in row]
-  metrics = {"distillation/pending": pending, "distillation/outages": lost}
+  metrics = {
+    "distillation/pending": float(pending),
+    "distillation/outages": float(lost),
+  }
   for outcome in ("admitted", "rejected", "failed"):
-    metrics[f"distillation/{outcome}"] = sum(
-      row["outcome"] == outcome for row in results
+    metrics[f"distillation/{outcome}"] = float(
+      sum(row["outcome"] == outcome for row in results)
     )
   for reason in REASONS:
-    metrics[f"distillation/rejected/{reason}"] = sum(
-      row["outcome"] == "rejected" and row["reason"] == reason
-      for row in results
+    metrics[f"distillation/rejected/{reason}"] = float(
+      sum(
+        row["outcome"] == "rejected" and row["reason"] == reason
+        for row in results
+      )
     )
   written = metrics["distillation/admitted"] + metrics["distillation/rejected"]
   leaked = sum(

@@ -1,0 +1,188 @@
+"""A policy that plays from a script, for tests of what stands on the engine.
+
+It writes what the script says, through the real tokenizer and the real
+environment, and scores its ids with the real model: episodes are whole, with
+masks, turns and logprobs, but what happens in them is chosen by the test.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sesa_jax import types
+from sesa_jax.engine import engine as engine_lib
+from sesa_jax.policy import model
+
+# (request, attempt, turn) -> what the policy writes in that turn
+Script = Callable[[types.Request, int, int], str]
+_LENGTH = 1024
+
+
+class ScriptedEngine:
+  """Stands in for `engine.Engine`: same methods, same results."""
+
+  def __init__(self, graphdef, tokenizer, script: Script):
+    self._graphdef = graphdef
+    self._tokenizer = tokenizer
+    self._script = script
+    self._score = jax.jit(self._logprobs)
+
+  def load(self, params):
+    return params
+
+  def play(
+    self,
+    weights,
+    requests: Sequence[types.Request],
+    environment: types.Environment,
+    *,
+    iteration: int,
+    on_episode=lambda episode: None,
+  ) -> engine_lib.Played:
+    episodes = []
+    for request in requests:
+      for attempt in range(request.attempts):
+        episode = self._episode(weights, request, attempt, environment)
+        on_episode(episode)
+        episodes.append(episode)
+    metrics = {"tokens/sampled": sum(int(e.mask.sum()) for e in episodes)}
+    return engine_lib.Played(tuple(episodes), metrics)
+
+  def _episode(self, weights, request, attempt, environment) -> types.Episode:
+    ids, mask = list(request.prompt_ids), [False] * len(request.prompt_ids)
+    turns: list[types.Turn] = []
+    finish = ""
+    while not finish:
+      text = self._script(request, attempt, len(turns))
+      own = self._tokenizer.encode(text, add_special_tokens=False)
+      own = own[: request.limits.turn_tokens]
+      ended = any(text.endswith(stop) for stop in environment.stops)
+      full = len(own) == request.limits.turn_tokens
+      reason = "turn_tokens" if full else "stop" if ended else "eos"
+      start = len(ids)
+      ids += own
+      mask += [True] * len(own)
+      reply = environment.respond(
+        types.Pause(
+          request.id,
+          attempt,
+          len(turns),
+          sum(t.action == "malformed" for t in turns),
+          tuple(own),
+          reason,
+          request.limits.episode_tokens - len(ids),
+        )
+      )
+      if isinstance(reply, concurrent.futures.Future):
+        reply = reply.result()
+      end = len(ids)
+      ids += reply.ids
+      mask += [False] * len(reply.ids)
+      turns.append(
+        types.Turn(
+          start,
+          end,
+          len(ids),
+          text,
+          reply.action,
+          reply.argument,
+          reply.passages,
+          reply.note,
+        )
+      )
+      finish = reply.finish
+    ids = np.array(ids, np.int32)
+    mask = np.array(mask)
+    return types.Episode(
+      request.id,
+      attempt,
+      request.arm,
+      ids,
+      len(request.prompt_ids),
+      mask,
+      np.where(mask, self._scores(weights, request, ids), 0).astype(np.float32),
+      tuple(turns),
+      finish,
+    )
+
+  def _scores(self, weights, request, ids) -> np.ndarray:
+    padded = np.zeros((1, _LENGTH), np.int32)
+    padded[0, : len(ids)] = ids
+    temperature = request.sampling.temperature or 1.0
+    found = self._score(weights, padded, len(ids), temperature)
+    return np.asarray(found)[: len(ids)]
+
+  def _logprobs(self, weights, ids, length, temperature):
+    positions = jnp.arange(_LENGTH)[None]
+    hidden = model.hidden(
+      self._graphdef,
+      weights,
+      ids,
+      positions,
+      (positions < length).astype(jnp.int32),
+      compute_dtype=jnp.float32,
+      remat=False,
+    )
+    logits = model.logits(self._graphdef, weights, hidden)[0] / temperature
+    logprobs = jax.nn.log_softmax(logits)
+    own = jnp.take_along_axis(logprobs[:-1], ids[0, 1:, None], 1)[:, 0]
+    return jnp.concatenate([jnp.zeros(1), own])
+
+
+# --- a script that meets every case ----------------------------------------
+
+_QUESTION = (
+  "Which thing of this world, the one that a short article of this small "
+  "encyclopedia number {} describes in two sentences, is meant here?"
+)
+
+
+def _answers() -> dict[str, str]:
+  """Question id -> a right answer, for the files of tests/world."""
+  found = {}
+  for name, file in (("tiny_pool", "pool"), ("tiny_eval", "eval")):
+    lines = Path(f"tests/world/{file}.jsonl").read_text().splitlines()
+    for i, line in enumerate(lines):
+      found[f"{name}/{i}"] = json.loads(line)["golden_answers"][0]
+  return found
+
+
+def _target(name: str) -> str:
+  """The answer of a seed or of the question posed for it."""
+  return name.split("title/")[1].split("/")[0]
+
+
+def world_script(request: types.Request, attempt: int, turn: int) -> str:
+  """Valid, invalid, malformed and truncated play, by the request's id."""
+  case = zlib.crc32(request.id.encode()) % 4
+  if request.arm == "challenger":
+    if turn == 0:
+      return f"<search>{_target(request.id)}</search>"
+    if case == 3:
+      return "I would rather not ask."
+    return f"<question>{_QUESTION.format(case)}</question>"
+  if request.arm == "evidence":
+    return f"<answer>{_target(request.id)}</answer>"
+  known = _answers().get(request.id) or _target(request.id)
+  if turn == 0:
+    return "<think>look</think><search>capital river wrote planet</search>"
+  if case == 0:  # all attempts are right
+    return f"<answer>{known}</answer>"
+  if case == 1:  # all wrong: in substance, malformed, truncated
+    return (
+      "<answer>Atlantis</answer>",
+      "<search></search>",
+      "no end " * 60,
+      "<answer>Atlantis</answer>",
+    )[attempt % 4]
+  if attempt % 2 == 0:
+    return f"<answer>{known}</answer>"
+  return "<answer>Nowhere at all</answer>"

@@ -1,0 +1,469 @@
+"""The whole loop on the tiny config: invariants, resume, information flow."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from configs import tiny
+from sesa_jax import loop, metrics, tools, types
+from sesa_jax.skills import bank as skill_bank
+from sesa_jax.stages import validity
+from tests import driver
+
+ROOT = Path(__file__).parents[1]
+# The scripted policy writes longer turns than the babbling one may.
+SCRIPTED = {
+  "solver.turn_tokens": 160,
+  "challenger.turn_tokens": 160,
+  "eval.turns": 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+  monkeypatch.chdir(ROOT)
+
+
+def tiny_config(**changes):
+  config = tiny.get_config().copy_and_resolve_references()
+  config.unlock()
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+def begin(config, tmp_path):
+  texts = tools.read(config)
+  world = tools.assemble(config, texts)
+  state, _ = loop._start(config, world)
+  return world, state
+
+
+def silent(total=1):
+  return metrics.Progress(total)
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+  """Three iterations of the scripted policy, with all that they left."""
+  folder = tmp_path_factory.mktemp("scripted") / "run"
+  here = Path.cwd()
+  os.chdir(ROOT)
+  with driver.playing_the_script():
+    loop.run(tiny_config(**SCRIPTED, iterations=3), str(folder))
+  os.chdir(here)
+  return metrics.RunFolder(folder)
+
+
+def rows_of(folder, iteration):
+  files = metrics.episode_files(folder.path)
+  return list(metrics.read_episodes(files[iteration - 1]))
+
+
+# --- one iteration -----------------------------------------------------------
+
+
+def test_every_case_is_met(scripted):
+  """Else the tests below would hold of nothing."""
+  rows = [r for i in (1, 2, 3) for r in rows_of(scripted, i)]
+  finishes = {row["finish"] for row in rows}
+  assert {"answer", "question", "turn_tokens"} <= finishes
+  actions = {turn["action"] for row in rows for turn in row["turns"]}
+  assert {"search", "answer", "question", "malformed"} <= actions
+  arms = {row["arm"] for row in rows}
+  assert arms == {"challenger", "solver", "evidence"}
+  groups = {}
+  for row in rows:
+    if row["arm"] == "solver":
+      key = (row["iteration"], row["request_id"])
+      groups.setdefault(key, []).append(row["verdict"])
+  assert ["right"] * 4 in groups.values()
+  assert ["wrong"] * 4 in groups.values()
+  assert any(len(set(group)) > 1 for group in groups.values())
+  states = {row["state"] for row in scripted.read("questions.jsonl")}
+  assert {"valid", "no_question"} <= states
+  origins = scripted.read("metrics.jsonl")
+  assert any(row["solver/origin/challenger"] for row in origins)
+  assert any(row["solver/origin/fixed"] for row in origins)
+  outcomes = {
+    row["outcome"]
+    for row in scripted.read("skills_history.jsonl")
+    if "outcome" in row
+  }
+  assert "admitted" in outcomes
+
+
+def test_masks_and_logprobs_of_every_episode(scripted):
+  for row in (r for i in (1, 2, 3) for r in rows_of(scripted, i)):
+    episode = metrics.episode_from_row(row)
+    own = np.zeros(len(episode.ids), bool)
+    at = episode.prompt_length
+    for turn in episode.turns:
+      assert turn.start == at
+      own[turn.start : turn.end] = True
+      at = turn.stop
+    assert at == len(episode.ids)
+    assert (own == episode.mask).all()
+    assert (episode.logprobs[~own] == 0).all()
+    assert (episode.logprobs[own] < 0).all()
+
+
+def test_text_is_a_view_of_ids(scripted):
+  config = tiny_config()
+  words = tools.tokenizer.load("random", "")
+  for row in rows_of(scripted, 1):
+    assert words.decode(row["ids"][: row["prompt_length"]]) == row["prompt"]
+    for turn in row["turns"]:
+      seen = words.decode(row["ids"][turn["end"] : turn["stop"]])
+      assert seen == turn["observation"]
+      if turn["passages"]:
+        assert turn["passages"][0]["title"] in seen
+  assert config.policy.source == "random"
+
+
+def test_rewards_and_advantages_of_solver_groups(scripted):
+  """(r - mean) / std of each question's attempts, by numpy."""
+  groups = {}
+  for row in (r for i in (1, 2, 3) for r in rows_of(scripted, i)):
+    if row["arm"] == "solver":
+      key = (row["iteration"], row["request_id"])
+      groups.setdefault(key, []).append(row)
+  for group in groups.values():
+    rewards = np.array([row["reward"] for row in group])
+    expected = [float(row["verdict"] == "right") for row in group]
+    assert rewards.tolist() == expected
+    spread = rewards.std(ddof=1)
+    want = (rewards - rewards.mean()) / (spread + 1e-6) if spread else 0 * rewards
+    np.testing.assert_allclose([r["advantage"] for r in group], want, atol=1e-5)
+
+
+def test_challenger_is_paid_the_bell(scripted):
+  for row in scripted.read("questions.jsonl"):
+    p = row["success"]
+    if row["state"] == "valid" and 0 < p < 1:
+      assert row["reward"] == pytest.approx(4 * p * (1 - p))
+    else:
+      assert row["reward"] == pytest.approx(-0.1)
+
+
+def test_both_policies_learn_and_the_gap_is_small(scripted):
+  for row in scripted.read("metrics.jsonl"):
+    for role in ("challenger", "solver"):
+      assert row[f"{role}/updates"] == 1
+      assert row[f"{role}/skipped"] == 0
+      assert row[f"{role}/logprob_gap/max"] < 1e-4
+  last = scripted.read("metrics.jsonl")[-1]
+  assert last["solver/kl/mean"] > 0
+  assert last["challenger/kl/mean"] > 0
+
+
+def test_metrics_hold_what_must_be_seen(scripted):
+  row = scripted.read("metrics.jsonl")[0]
+  for name in (
+    "rollout/searches/mean",
+    "rollout/malformed",
+    "rollout/truncated",
+    "rollout/unknown",
+    "challenger/valid_rate",
+    "solver/logprob_gap/mean",
+    "solver/logprob_gap/max",
+    "solver/informative_groups",
+    "bank/active",
+    "solver/engine/tokens/sampled",
+  ):
+    assert row[name] is not None, name
+  rows = rows_of(scripted, 1)
+  played = [r for r in rows if r["arm"] in ("challenger", "solver")]
+  searches = [
+    sum(t["action"] == "search" for t in r["turns"]) for r in played
+  ]
+  assert row["rollout/searches/mean"] == pytest.approx(np.mean(searches))
+
+
+def test_a_bank_row_and_the_history_agree(scripted):
+  bank = {
+    row["id"]: row
+    for row in map(
+      json.loads, (scripted.path / "skills.jsonl").read_text().splitlines()
+    )
+  }
+  helpful = dict.fromkeys(bank, 0)
+  for event in scripted.read("skills_history.jsonl"):
+    if event["event"] == "credit":
+      helpful[event["skill"]] += event["helpful"]
+  assert {name: row["helpful"] for name, row in bank.items()} == helpful
+  assert sum(helpful.values()) > 0
+
+
+def test_the_run_leaves_all_its_files(scripted):
+  names = {path.name for path in scripted.path.iterdir()}
+  assert names == {
+    "config.json",
+    "manifest.json",
+    "metrics.jsonl",
+    "episodes",
+    "questions.jsonl",
+    "skills.jsonl",
+    "skills_history.jsonl",
+    "failures.jsonl",
+    "eval.json",
+    "checkpoints",
+  }
+  cells = json.loads((scripted.path / "eval.json").read_text())
+  seen = {(c["iteration"], c["bank"], c["set"]) for c in cells}
+  assert seen == {
+    (i, bank, "tiny_eval") for i in (0, 3) for bank in ("none", "final")
+  }
+  assert all(len(c["predictions"]) == 4 for c in cells)
+  on = [c for c in cells if c["bank"] == "final"]
+  assert all(p["skill_ids"] for c in on for p in c["predictions"])
+
+
+# --- asymmetry ---------------------------------------------------------------
+
+
+def test_the_bank_reaches_the_solver_and_never_the_challenger(tmp_path):
+  """One state, two banks: the same proposals, other solver prompts."""
+  config = tiny_config()
+  world, state = begin(config, tmp_path)
+  bank = state.bank
+  halved, _ = skill_bank.create(bank.capacity, bank.embeddings.shape[1]), None
+  skills = [
+    dataclasses.replace(skill, description="Count the vowels first.")
+    for skill in bank.skills[:3]
+  ]
+  vectors = world.tools.encoder.encode(
+    [skill_bank.embedded_text(skill) for skill in skills], "passage"
+  )
+  halved, _ = skill_bank.prime(halved, skills, vectors)
+  records = []
+  for each in (bank, halved):
+    fresh = dataclasses.replace(
+      state,
+      bank=each,
+      challenger=world.challenger.init(world.reference),
+      solver=world.solver.init(world.reference),
+    )
+    with silent() as progress:
+      records.append(loop.iteration(fresh, world, config, progress)[1])
+  one, two = ([metrics.line(r) for r in record.episodes] for record in records)
+  posed = [
+    [x for x in rows if b'"arm":"challenger"' in x] for rows in (one, two)
+  ]
+  assert posed[0]
+  assert posed[0] == posed[1]
+  solved = [
+    [r["prompt"] for r in record.episodes if r["arm"] == "solver"]
+    for record in records
+  ]
+  assert len(solved[0]) == len(solved[1]) == 12
+  assert all(a != b for a, b in zip(*solved, strict=True))
+  assert all("Count the vowels" in prompt for prompt in solved[1])
+
+
+# --- same seed, same run -----------------------------------------------------
+
+_TIMES = ("seconds", "tokens_per_second")
+
+
+def content(folder: Path) -> dict[str, object]:
+  """All that a run left, without what tells the time."""
+  run = metrics.RunFolder(folder)
+  out: dict[str, object] = {
+    path.name: path.read_bytes() for path in metrics.episode_files(folder)
+  }
+  for name in ("skills.jsonl", *metrics.LOGS):
+    out[name] = (folder / name).read_bytes()
+  out["metrics.jsonl"] = [
+    {k: v for k, v in row.items() if not any(t in k for t in _TIMES)}
+    for row in run.read("metrics.jsonl")
+  ]
+  out["eval.json"] = [
+    {k: v for k, v in cell.items() if not any(t in k for t in _TIMES)}
+    for cell in run.read_json("eval.json", [])
+  ]
+  config = tiny_config(**SCRIPTED)
+  store = loop.checkpoint.Checkpoints(
+    folder / "checkpoints", read_only=True
+  )
+  world = tools.assemble(config, tools.read(config))
+  state, _ = loop._restore(world, store, store.latest())
+  store.close()
+  out["state"] = metrics.plain(
+    (state.iteration, state.queue, state.pool.to_json(), state.position)
+  )
+  out["bank"] = metrics.plain(skill_bank.to_tree(state.bank))
+  out["weights"] = [
+    np.asarray(leaf).tobytes()
+    for leaf in jax.tree.leaves((state.challenger, state.solver))
+  ]
+  return out
+
+
+def command(kill, folder, *more):
+  flags = [f"--config.{name}={value}" for name, value in SCRIPTED.items()]
+  return subprocess.run(
+    [
+      sys.executable,
+      "-m",
+      "tests.driver",
+      kill,
+      "--config=configs/tiny.py",
+      f"--workdir={folder}",
+      "--config.iterations=3",
+      "--config.distillation.min_pending=2",
+      *flags,
+      *more,
+    ],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    timeout=280,
+  )
+
+
+@pytest.fixture(scope="module")
+def unkilled(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("unkilled") / "run"
+  done = command("never", folder)
+  assert done.returncode == 0, done.stderr
+  found = content(folder)
+  # Else a resume that forgets them would pass.
+  rows = metrics.RunFolder(folder).read("metrics.jsonl")
+  assert rows[0]["distillation/pending"] or rows[1]["distillation/pending"]
+  assert any(row["pool/size"] > 8 for row in rows[:2])
+  assert rows[1]["bank/active"] > 15
+  return folder, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "place",
+  [
+    "rollout:3",
+    "update:5",
+    "distillation:3",
+    "writing:2",
+    "checkpoint:5",
+  ],
+)
+def test_kill_and_resume_equals_no_kill(unkilled, tmp_path, place):
+  folder = tmp_path / "run"
+  killed = command(place, folder)
+  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  assert loop.checkpoint.has_steps(folder / "checkpoints")
+  resumed = command("never", folder)
+  assert resumed.returncode == 0, resumed.stderr
+  assert "Resumed after iteration" in resumed.stderr
+  expected, found = unkilled[1], content(folder)
+  assert found.keys() == expected.keys()
+  for name in expected:
+    assert found[name] == expected[name], name
+
+
+@pytest.mark.slow
+def test_start_from_continues_another_run(unkilled, tmp_path):
+  folder = tmp_path / "run"
+  done = command("never", folder, f"--start_from={unkilled[0]}@2")
+  assert done.returncode == 0, done.stderr
+  expected, found = unkilled[1], content(folder)
+  for name in ("iteration_00003.jsonl.zst", "state", "bank", "weights"):
+    assert found[name] == expected[name], name
+  assert found["metrics.jsonl"] == expected["metrics.jsonl"][2:]
+  parent = json.loads((folder / "manifest.json").read_text())["parent"]
+  assert parent.endswith("run@2")
+  again = command("never", folder, f"--start_from={unkilled[0]}@2")
+  assert again.returncode == 0, again.stderr
+  assert content(folder) == found
+
+
+def test_start_from_without_such_a_checkpoint(scripted, tmp_path):
+  config = tiny_config(**SCRIPTED)
+  with pytest.raises(ValueError, match=r"no checkpoint of iteration 7.*2, 3"):
+    loop.run(
+      config, str(tmp_path / "w"), start_from=f"{scripted.path}@7"
+    )
+  with pytest.raises(ValueError, match="RUN@ITERATION"):
+    loop.run(config, str(tmp_path / "w"), start_from=str(scripted.path))
+
+
+def test_two_runs_give_the_same_bytes(tmp_path):
+  """With the real engine."""
+  found = []
+  for name in ("a", "b"):
+    loop.run(tiny_config(iterations=1), str(tmp_path / name))
+    found.append(content(tmp_path / name))
+  assert found[0] == found[1]
+
+
+# --- stops -------------------------------------------------------------------
+
+
+class Broken:
+  """A search engine that is down."""
+
+  def search(self, queries, k):
+    return [types.SearchFailure("connection refused")] * len(queries)
+
+
+def test_an_outage_stops_before_the_update(tmp_path):
+  config = tiny_config(**SCRIPTED)
+  with driver.playing_the_script():
+    world, state = begin(config, tmp_path)
+  for environment in world.tools.environments.values():
+    environment._search = Broken()
+  before = np.asarray(state.solver.params["norm"]["scale"]).copy()
+  with (
+    silent() as progress,
+    pytest.raises(types.Stopped, match="connection refused"),
+  ):
+    loop.iteration(state, world, config, progress)
+  assert (np.asarray(state.solver.params["norm"]["scale"]) == before).all()
+
+
+def test_searches_that_are_never_executed_stop_the_first_iteration():
+  turn = types.Turn(0, 1, 1, "<search>x</search>", "malformed", "", (), "")
+  episode = types.Episode(
+    "a", 0, "solver", np.zeros(1, np.int32), 0, np.ones(1, bool),
+    np.zeros(1, np.float32), (turn,), "malformed",
+  )  # fmt: skip
+  with pytest.raises(types.Stopped, match="no search was executed"):
+    loop._stop_if_nothing_searched([episode])
+  searched = dataclasses.replace(turn, action="search")
+  loop._stop_if_nothing_searched(
+    [dataclasses.replace(episode, turns=(searched,))]
+  )
+
+
+# --- budget ------------------------------------------------------------------
+
+
+def test_budget_counts_passes_by_hand():
+  config = tiny_config()
+  found = loop.budget(config)
+  assert found["pose"] == 3 * 768
+  assert found["solve"] == 3 * 4 * 768
+  # forward 1, backward 2, reference 1; no remat, one update
+  assert found["update solver"] == 3 * 4 * 768 * 4
+  assert loop.evaluations(tiny_config(iterations=5, **{"eval.every": 2})) == [
+    0, 2, 4, 5,
+  ]  # fmt: skip
+
+
+def test_milestones_and_pool_survive(scripted):
+  steps = sorted(
+    int(p.name)
+    for p in (scripted.path / "checkpoints").iterdir()
+    if p.name.isdigit()
+  )
+  assert steps == [2, 3]
+  milestones = scripted.path / "checkpoints" / "milestones"
+  assert sorted(p.name for p in milestones.iterdir()) == ["2", "3"]
+  assert validity.Pool().questions == ()

@@ -1,0 +1,211 @@
+"""The command line: bad input is one line and exit code 2, before any model."""
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs import common, tiny
+from sesa_jax import loop, manifest, metrics, tools
+from sesa_jax.policy import weights
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+  monkeypatch.chdir(ROOT)
+
+
+def command(*flags):
+  return subprocess.run(
+    [sys.executable, "-m", "sesa_jax.main", *flags],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    timeout=120,
+  )
+
+
+@pytest.mark.parametrize(
+  ("flags", "says"),
+  [
+    (
+      ["--config=configs/tiny.py", "--config.solver.grup_size=3"],
+      ["config.solver.grup_size", "Did you mean 'group_size'"],
+    ),
+    (
+      ["--config=configs/tiny.py", "--config.solvr.group_size=3"],
+      ["config.solvr.group_size", "Did you mean 'solver'"],
+    ),
+    (
+      ["--config=configs/tiny.py:no_distilation"],
+      ["no_distilation", "Did you mean 'no_distillation'", "no_frontier"],
+    ),
+    (["--config=configs/tyni.py"], ["configs/tyni.py", "configs/tiny.py"]),
+    (
+      ["--config=configs/tiny.py", "--config.questions=many"],
+      ["config.questions", "many"],
+    ),
+    (["--mode=trian"], ["'trian'", "Did you mean 'train'", "show"]),
+    (["--confg=x"], ["--confg", "Did you mean --config"]),
+    (["--config=configs/tiny.py"], ["--workdir is missing"]),
+    (["--workdir=w"], ["--config is missing"]),
+    (["configs/tiny.py"], ["configs/tiny.py", "Flags begin with --"]),
+  ],
+)
+def test_bad_flags(flags, says):
+  done = command(*flags)
+  assert done.returncode == 2
+  assert len(done.stderr.splitlines()) == 1
+  assert done.stderr.startswith("error: ")
+  for words in says:
+    assert words in done.stderr
+
+
+def refused(tmp_path, monkeypatch, **changes):
+  """Runs a config with changes; returns the one line that refuses it."""
+
+  def no_weights(*_):
+    raise AssertionError("a model was loaded")
+
+  monkeypatch.setattr(weights, "load", no_weights)
+  config = tiny.get_config().copy_and_resolve_references()
+  config.unlock()
+  for name, value in changes.items():
+    config.update_from_flattened_dict({name.replace("__", "."): value})
+  with pytest.raises(ValueError, match=".") as caught:
+    loop.run(config, str(tmp_path / "w"))
+  return str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"frontier__reward": "bel"}, "frontier.reward 'bel'. Choices: bell"),
+    ({"frontier__gate": "x"}, "frontier.gate 'x'. Choices: frontier, any"),
+    ({"challenger__invalid": "x"}, "Choices: endpoint, mask, zero, penalty"),
+    ({"challenger__baseline": "group"}, "baseline"),
+    ({"solver__baseline": "x"}, "Choices: group, batch, hop, none"),
+    ({"learner__loss": "ppo"}, "Choices: grpo"),
+    ({"bank__prime": "seeds16"}, "Choices: none, seeds15, mined:PATH"),
+    ({"bank__credit": "x"}, "Choices: rollout, majority, relative"),
+    ({"pool__refill": "x"}, "Choices: replay, mask"),
+    ({"distillation__keep": "x"}, "Choices: newest, best"),
+    ({"distillation__distiller": "chat"}, "'chat'. Choices: offline"),
+    ({"verifier__answerer": "judge"}, "'judge'. Choices: solver"),
+    ({"search__engine": "x"}, "Choices: bm25"),
+    ({"policy__template": "x"}, "Choices: native"),
+    ({"policy__source": "x"}, "Choices: hf, gguf, random"),
+    ({"solver__temperature": 0.0}, "solver.temperature = 0.0"),
+    ({"questions": 0}, "questions = 0"),
+    ({"questions": 1000}, "only 24 seeds"),
+    ({"mesh__fsdp": 64}, "asks for 64 devices; 8 are present"),
+    (
+      {"mesh__fsdp": 4, "learner__microbatch_rows": 6},
+      "The nearest that do: 4 or 8",
+    ),
+    ({"mesh__tensor": 4}, "does not divide over mesh.tensor = 4"),
+    ({"policy__source": "hf", "policy__path": "no/folder"}, "no/folder"),
+    ({"policy__source": "gguf", "policy__path": "no.gguf"}, "no.gguf"),
+    ({"corpus": ()}, "corpus is empty"),
+    ({"corpus": ("no/corpus.jsonl",)}, "no/corpus.jsonl"),
+    ({"solver__episode_tokens": 1 << 20}, "do not fit into the backbone"),
+  ],
+)
+def test_bad_configs(tmp_path, monkeypatch, changes, says):
+  line = refused(tmp_path, monkeypatch, **changes)
+  assert says in line
+  assert "\n" not in line
+
+
+def test_a_corpus_line_without_text_names_file_and_line(tmp_path, monkeypatch):
+  path = tmp_path / "corpus.jsonl"
+  path.write_text(
+    '{"id": "a", "title": "A", "text": "one"}\n{"id": "b", "body": "two"}\n'
+  )
+  line = refused(tmp_path, monkeypatch, corpus=(str(path),))
+  assert f"{path}:2" in line
+
+
+def test_an_empty_seed_list_is_an_error(tmp_path, monkeypatch):
+  path = tmp_path / "seeds.jsonl"
+  path.write_text("")
+  line = refused(
+    tmp_path, monkeypatch, seeds__source="jsonl", seeds__path=str(path)
+  )
+  assert "seed list is empty" in line
+
+
+def test_a_corrupt_safetensors_file_is_named(tmp_path, monkeypatch):
+  folder = tmp_path / "model"
+  folder.mkdir()
+  config = dict(
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    hidden_act="silu",
+    tie_word_embeddings=True,
+  )
+  (folder / "config.json").write_text(json.dumps(config))
+  data = struct.pack("<Q", 10**9) + b"{}"
+  (folder / "model.safetensors").write_bytes(data)
+  line = refused(
+    tmp_path, monkeypatch, policy__source="hf", policy__path=str(folder)
+  )
+  assert "model.safetensors" in line
+  assert "truncated or corrupt" in line
+
+
+def test_a_corrupt_gguf_file_is_named(tmp_path, monkeypatch):
+  path = tmp_path / "model.gguf"
+  path.write_bytes(b"GGUF" + b"\0" * 40)
+  line = refused(
+    tmp_path, monkeypatch, policy__source="gguf", policy__path=str(path)
+  )
+  assert "model.gguf" in line
+
+
+def test_a_workdir_of_another_config_names_the_fields(tmp_path, monkeypatch):
+  folder = metrics.RunFolder(tmp_path / "w")
+  values = metrics.plain(tiny.get_config().to_dict())
+  folder.write_json("config.json", values)
+  line = refused(tmp_path, monkeypatch, solver__group_size=8)
+  assert "solver.group_size: 4 -> 8" in line
+  assert "--force_new" in line
+  assert manifest.check_workdir(
+    folder.path, values | {"seed": 1}, force_new=True
+  ) == ["seed: 0 -> 1"]
+
+
+def test_show_of_nothing_is_an_error(tmp_path):
+  done = command("--mode=show", f"--workdir={tmp_path / 'none'}")
+  assert done.returncode == 2
+  assert "no such folder" in done.stderr
+
+
+def test_an_evaluation_question_never_reaches_the_pool(tmp_path):
+  tested = Path("tests/world/eval.jsonl").read_text()
+  path = tmp_path / "both.jsonl"
+  path.write_text(
+    tested.upper().replace("QUESTION", "question").replace(
+      "GOLDEN_ANSWERS", "golden_answers"
+    )
+    + '{"question": "Which one is new?", "golden_answers": ["this"]}\n'
+  )
+  config = tiny.get_config().copy_and_resolve_references()
+  config.unlock()
+  config.pool.fixed.both = common.question_set(str(path), 0)
+  texts = tools.read(config)
+  both = [q.text for q in texts.fixed if q.id.startswith("both/")]
+  assert both == ["Which one is new?"]
