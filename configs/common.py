@@ -62,7 +62,9 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   challenger.baseline = "batch"  # a group of one has none of its own
   challenger.invalid = "endpoint"  # or "mask", "zero", "penalty"
   challenger.invalid_penalty = 0.1  # for "penalty" alone
-  challenger.min_searches = placeholder(int)  # None: 1 for a one-hop seed, else 2
+  challenger.min_searches = placeholder(
+    int
+  )  # None: 1 for a one-hop seed, else 2
   config = ConfigDict(
     dict(
       name="common",

@@ -11,7 +11,7 @@ the solver, and single-digit numbers everywhere.
 
 Differs from the paper to fit about 90,000 token-passes: one-hop seeds, few
 attempts and turns, short episodes; to suit so small a model: a worked episode
-in the prompt, temperature 0.7, every substantive failure recorded; and by what
+in the prompt, temperature 0.5, every substantive failure recorded; and by what
 runs offline: the solver as the evidence check's answerer, the offline
 distiller, BM25, all-MiniLM-L6-v2 with a provisional admission threshold.
 """
@@ -28,7 +28,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.iterations = 2
   config.questions = 3
   for role in (config.challenger, config.solver):
-    role.temperature = 0.7
+    role.temperature = 0.5
     role.turn_tokens = 48
     role.episode_tokens = 450
     role.learning_rate = 1e-5

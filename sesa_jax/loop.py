@@ -9,6 +9,7 @@ is recorded. `run` resumes, loops, evaluates, checkpoints and reports.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,10 @@ from sesa_jax import (
   manifest,
   metrics,
   prompts,
-  tools as tools_lib,
   types,
+)
+from sesa_jax import (
+  tools as tools_lib,
 )
 from sesa_jax.data import seeds as seeds_lib
 from sesa_jax.learner import learner as learner_lib
@@ -75,139 +78,54 @@ def iteration(
       updates had a loss that is not a number. The state is unharmed.
   """
   number = state.iteration + 1  # as people count
-  tools, budgets = world.tools, budget(config)
-  engine, clock = tools.engine, _Clock()
-  roles = {"challenger": config.challenger, "solver": config.solver}
-  limits = {
-    name: types.Limits(role.turn_tokens, role.episode_tokens, role.turns)
-    for name, role in roles.items()
-  }
-  sampling = {
-    name: types.Sampling(role.temperature) for name, role in roles.items()
-  }
-
-  def stage(name: str, episodes: int = 0) -> None:
-    label = f"iteration {number}/{config.iterations}: {name}"
-    progress.stage(label, episodes, budgets[name])
-    clock.start(name)
+  tools, clock = world.tools, _Clock()
+  begin = functools.partial(_begin_stage, config, number, progress, clock)
 
   # Stage 2, asymmetric self-play. No bank is in the challenger's reach.
-  stage("pose", config.questions * config.challenger.group_size)
+  begin("pose", config.questions * config.challenger.group_size)
   seeds, position = seeds_lib.draw(
     world.texts.seeds,
     config.questions,
     seed=config.seed,
     position=state.position,
   )
-  posed, posing = selfplay.pose(
-    engine.load(state.challenger.params),
-    seeds,
-    tools,
-    iteration=number,
-    group_size=config.challenger.group_size,
-    searches={
-      s.hops: validity.searches_wanted(s, config.challenger.min_searches)
-      for s in seeds
-    },
-    sampling=sampling["challenger"],
-    limits=limits["challenger"],
-  )
-  stage("verify")
-  weights = engine.load(state.solver.params)
-  checked: list[types.Episode] = []
-
-  def answer(requests):
-    answers, episodes, _ = selfplay.as_evidence(
-      weights,
-      requests,
-      tools,
-      iteration=number,
-      tokens=config.verifier.tokens,
-      max_tokens=config.verifier.max_tokens,
-    )
-    checked.extend(episodes)
-    return answers
-
-  proposals, tasks, pool, checking = validity.check(
-    posed,
-    state.pool,
-    answer,
-    iteration=number,
-    seed=config.seed,
-    slots=config.questions * config.challenger.group_size,
-    language=tools.language,
-    min_searches=config.challenger.min_searches,
-    noise=config.verifier.noise,
-    max_tokens=config.verifier.max_tokens,
-    size=lambda question, passages: (
-      len(tools.render(prompts.evidence(question, passages)))
-      + config.verifier.tokens
-    ),
-    probes=config.verifier.probes,
-    refill=config.pool.refill,
-    empty_every=config.pool.empty_every,
-    keep_fixed=config.pool.keep_fixed,
-  )
-  stage("solve", len(tasks) * config.solver.group_size)
+  weights = tools.engine.load(state.challenger.params)
+  posed, posing = _pose(weights, seeds, tools, config, number)
+  begin("verify")
+  weights = tools.engine.load(state.solver.params)
+  checked = _check(weights, posed, state.pool, tools, config, number)
+  tasks = checked.tasks
+  begin("solve", len(tasks) * config.solver.group_size)
   shown, blocks = evaluation.show_skills(state.bank, tasks, tools, config)
-  attempts, solving = selfplay.solve(
-    weights,
-    tasks,
-    shown,
-    blocks,
-    tools,
-    iteration=number,
-    attempts=config.solver.group_size,
-    sampling=sampling["solver"],
-    limits=limits["solver"],
+  attempts, solving = _solve(
+    weights, tasks, shown, blocks, tools, config, number
   )
-  del weights  # before the updates need the room
-  played = [p.episode for p in proposals] + [a.episode for a in attempts]
-  _stop_if_lost(played + checked, config.lost_limit)
-  if number == 1:
-    _stop_if_nothing_searched(played)
+  del weights  # the updates need the room
+  _stop_if_broken(checked, attempts, config, first=number == 1)
 
   # Stage 3, frontier shaping: rewards, advantages, failures that pass the gate.
-  edge = frontier.shape(
-    proposals,
-    attempts,
-    iteration=number,
-    group_size=config.solver.group_size,
-    reward=config.frontier.reward,
-    low=config.frontier.low,
-    high=config.frontier.high,
-    endpoint_penalty=config.frontier.endpoint_penalty,
-    invalid=config.challenger.invalid,
-    invalid_penalty=config.challenger.invalid_penalty,
-    solver_baseline=config.solver.baseline,
-    challenger_baseline=config.challenger.baseline,
-    std_epsilon=config.learner.std_epsilon,
-    gate=config.frontier.gate,
-    min_right=config.frontier.min_right,
-    min_wrong=config.frontier.min_wrong,
-    passage_tokens=config.distillation.passage_tokens,
-    count_tokens=lambda text: len(tools.tokenizer.encode(text)),
-    language=tools.language,
-    recorded=pool.recorded,
+  edge = _shape(checked, attempts, tools, config, number)
+  begin("update challenger", len(edge.proposals))
+  challenger, learned_posing = _update(
+    world.challenger,
+    state.challenger,
+    world.reference,
+    edge.proposals,
+    config.challenger.temperature,
+    progress,
   )
-  pool = validity.remember(pool, edge.failures)
-  updated, learning = {}, {}
-  for name, learner, lessons in (
-    ("challenger", world.challenger, edge.proposals),
-    ("solver", world.solver, edge.attempts),
-  ):
-    stage(f"update {name}", len(lessons))
-    updated[name], learning[name] = _update(
-      learner,
-      getattr(state, name),
-      world.reference,
-      lessons,
-      roles[name].temperature,
-      progress,
-    )
+  begin("update solver", len(edge.attempts))
+  solver, learned_solving = _update(
+    world.solver,
+    state.solver,
+    world.reference,
+    edge.attempts,
+    config.solver.temperature,
+    progress,
+  )
 
   # Stage 4, failure distillation. The bank changes here and nowhere else.
-  stage("distill")
+  begin("distill")
   bank, credited = skill_bank.credit(
     state.bank,
     shown,
@@ -222,40 +140,24 @@ def iteration(
     config.distillation.queue_size,
     config.distillation.keep,
   )
-  bank, queue, distilled = distillation.distill(
-    bank,
-    queue,
-    distiller=tools.distiller,
-    encoder=tools.encoder,
-    language=tools.language,
-    iteration=number,
-    every=config.distillation.every,
-    min_pending=config.distillation.min_pending,
-    max_records=config.distillation.max_records,
-    threshold=config.bank.threshold,
-    admit=config.distillation.admit,
-  )
+  bank, queue, distilled = _distill(bank, queue, tools, config, number)
   clock.stop()
 
-  after = State(
-    number,
-    updated["challenger"],
-    updated["solver"],
-    bank,
-    queue,
-    pool,
-    position,
-  )
+  pool = validity.remember(checked.pool, edge.failures)
+  after = State(number, challenger, solver, bank, queue, pool, position)
+  played = [p.episode for p in checked.proposals]
+  solved = [a.episode for a in attempts]
   measured = {
     "iteration": number,
-    **checking.metrics,
+    **checked.report.metrics,
     **edge.report.metrics,
-    **rollout_metrics(played, "rollout"),
-    **rollout_metrics([p.episode for p in proposals], "challenger/rollout"),
-    **rollout_metrics([a.episode for a in attempts], "solver/rollout"),
-    **{f"challenger/engine/{k}": v for k, v in posing.items()},
-    **{f"solver/engine/{k}": v for k, v in solving.items()},
-    **{f"{n}/{k}": v for n, found in learning.items() for k, v in found.items()},
+    **rollout_metrics(played + solved, "rollout"),
+    **rollout_metrics(played, "challenger/rollout"),
+    **rollout_metrics(solved, "solver/rollout"),
+    **_prefixed("challenger/engine", posing),
+    **_prefixed("solver/engine", solving),
+    **_prefixed("challenger", learned_posing),
+    **_prefixed("solver", learned_solving),
     **distilled.metrics,
     "distillation/dropped": dropped,
     "bank/active": len(bank.skills),
@@ -265,10 +167,140 @@ def iteration(
   }
   return after, Record(
     measured,
-    _episode_rows(proposals, attempts, checked, edge, tools, number),
-    _question_rows(checking.rows, proposals, edge, number),
-    [metrics.plain(f) for f in edge.failures],
+    _episode_rows(checked, attempts, edge, tools, number),
+    _question_rows(checked, edge),
+    [metrics.plain(failure) for failure in edge.failures],
     [*credited, *retired, *distilled.rows],
+  )
+
+
+# --- the stages, with the config's values ------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+  """What the validity stage decided, and what it played to decide it."""
+
+  proposals: Sequence[types.Proposal]
+  tasks: Sequence[types.Question]
+  pool: validity.Pool
+  report: types.Report
+  episodes: Sequence[types.Episode]
+
+
+def _begin_stage(config, number, progress, clock, name, episodes=0) -> None:
+  label = f"iteration {number}/{config.iterations}: {name}"
+  progress.stage(label, episodes, budget(config)[name])
+  clock.start(name)
+
+
+def _limits(role: Any) -> types.Limits:
+  return types.Limits(role.turn_tokens, role.episode_tokens, role.turns)
+
+
+def _pose(weights, seeds, tools, config, number):
+  return selfplay.pose(
+    weights,
+    seeds,
+    tools,
+    iteration=number,
+    group_size=config.challenger.group_size,
+    searches={
+      seed.hops: validity.searches_wanted(seed, config.challenger.min_searches)
+      for seed in seeds
+    },
+    sampling=types.Sampling(config.challenger.temperature),
+    limits=_limits(config.challenger),
+  )
+
+
+def _check(weights, posed, pool, tools, config, number) -> Checked:
+  verifier = config.verifier
+  played: list[types.Episode] = []
+
+  def answer(requests):
+    answers, episodes, _ = selfplay.as_evidence(
+      weights,
+      requests,
+      tools,
+      iteration=number,
+      tokens=verifier.tokens,
+      max_tokens=verifier.max_tokens,
+    )
+    played.extend(episodes)
+    return answers
+
+  def size(question, passages):
+    prompt = prompts.evidence(question, passages)
+    return len(tools.render(prompt)) + verifier.tokens
+
+  proposals, tasks, pool, report = validity.check(
+    posed,
+    pool,
+    answer,
+    iteration=number,
+    seed=config.seed,
+    slots=config.questions * config.challenger.group_size,
+    language=tools.language,
+    min_searches=config.challenger.min_searches,
+    noise=verifier.noise,
+    max_tokens=verifier.max_tokens,
+    size=size,
+    probes=verifier.probes,
+    refill=config.pool.refill,
+    empty_every=config.pool.empty_every,
+    keep_fixed=config.pool.keep_fixed,
+  )
+  return Checked(proposals, tasks, pool, report, played)
+
+
+def _solve(weights, tasks, shown, blocks, tools, config, number):
+  return selfplay.solve(
+    weights,
+    tasks,
+    shown,
+    blocks,
+    tools,
+    iteration=number,
+    attempts=config.solver.group_size,
+    sampling=types.Sampling(config.solver.temperature),
+    limits=_limits(config.solver),
+  )
+
+
+def _shape(checked, attempts, tools, config, number) -> frontier.Edge:
+  return frontier.shape(
+    checked.proposals,
+    attempts,
+    iteration=number,
+    group_size=config.solver.group_size,
+    **config.frontier,
+    invalid=config.challenger.invalid,
+    invalid_penalty=config.challenger.invalid_penalty,
+    solver_baseline=config.solver.baseline,
+    challenger_baseline=config.challenger.baseline,
+    std_epsilon=config.learner.std_epsilon,
+    passage_tokens=config.distillation.passage_tokens,
+    count_tokens=lambda text: len(tools.tokenizer.encode(text)),
+    language=tools.language,
+    recorded=checked.pool.recorded,
+  )
+
+
+def _distill(bank, queue, tools, config, number):
+  settings = config.distillation
+  return distillation.distill(
+    bank,
+    queue,
+    distiller=tools.distiller,
+    encoder=tools.encoder,
+    language=tools.language,
+    iteration=number,
+    every=settings.every,
+    min_pending=settings.min_pending,
+    max_records=settings.max_records,
+    threshold=config.bank.threshold,
+    admit=settings.admit,
   )
 
 
@@ -282,10 +314,17 @@ def _update(learner, policy, reference, lessons, temperature, progress):
     raise types.Stopped(
       f"{error} The last good checkpoint is the newest in the run's folder."
     ) from error
-  progress.advance(
-    episodes=len(lessons), tokens=int(found["tokens"]), passes=0
-  )
+  progress.advance(episodes=len(lessons), tokens=int(found["tokens"]), passes=0)
   return policy, found
+
+
+def _stop_if_broken(checked, attempts, config, first: bool) -> None:
+  """Stops before the update when a tool is down or its calls go unseen."""
+  played = [p.episode for p in checked.proposals]
+  played += [a.episode for a in attempts]
+  _stop_if_lost([*played, *checked.episodes], config.lost_limit)
+  if first:
+    _stop_if_nothing_searched(played)
 
 
 def _stop_if_lost(episodes: Sequence[types.Episode], limit: float) -> None:
@@ -333,8 +372,12 @@ def rollout_metrics(
   return found | {f"{path}/{k}": sum(v) / total for k, v in shares.items()}
 
 
+def _prefixed(path: str, found: Mapping[str, Any]) -> dict[str, Any]:
+  return {f"{path}/{name}": value for name, value in found.items()}
+
+
 def _episode_rows(
-  proposals, attempts, checked, edge, tools, number
+  checked, attempts, edge, tools, number
 ) -> list[dict[str, Any]]:
   """A row an episode, with what became of it."""
 
@@ -370,7 +413,7 @@ def _episode_rows(
       state=p.state,
       reward=reward,
     )
-    for p, reward in zip(proposals, edge.rewards, strict=True)
+    for p, reward in zip(checked.proposals, edge.rewards, strict=True)
   ]
   judged = {outcome.question.id for outcome in edge.outcomes}
   rows += [
@@ -387,18 +430,17 @@ def _episode_rows(
     )
     for a in attempts
   ]
-  return rows + [row(episode) for episode in checked]
+  return rows + [row(episode) for episode in checked.episodes]
 
 
-def _question_rows(rows, proposals, edge, number) -> list[dict[str, Any]]:
+def _question_rows(checked, edge) -> list[dict[str, Any]]:
   """Every proposal with its state, its reward and its question's success."""
   success = {o.question.id: o.success for o in edge.outcomes}
   return [
-    dict(row)
-    | dict(
-      iteration=number, reward=reward, success=success.get(p.question_id)
+    dict(row) | dict(reward=reward, success=success.get(p.question_id))
+    for row, p, reward in zip(
+      checked.report.rows, checked.proposals, edge.rewards, strict=True
     )
-    for row, p, reward in zip(rows, proposals, edge.rewards, strict=True)
   ]
 
 
@@ -702,9 +744,7 @@ def _parent(
       f"--start_from begins a new run, but {folder} has checkpoints of its "
       "own. Name a new --workdir, or leave --start_from out to resume."
     )
-  source = checkpoint.Checkpoints(
-    Path(run_) / "checkpoints", read_only=True
-  )
+  source = checkpoint.Checkpoints(Path(run_) / "checkpoints", read_only=True)
   steps = source.steps()
   source.close()
   if int(number) not in steps:
@@ -720,9 +760,7 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
   tools_lib.check(config)
   values = metrics.plain(config.to_dict())
   manifest.check_workdir(workdir, values)
-  store = checkpoint.Checkpoints(
-    Path(workdir) / "checkpoints", read_only=True
-  )
+  store = checkpoint.Checkpoints(Path(workdir) / "checkpoints", read_only=True)
   newest = store.latest()
   if newest is None:
     raise ValueError(f"{workdir} has no checkpoint yet; train first.")

@@ -132,7 +132,7 @@ def _unknown_field(argv: Sequence[str], said: str) -> str:
   names = re.findall(r"\w+", said)
   fields = [a.split("=")[0] for a in argv if a.startswith("--config.")]
   wrong = [f for f in fields if set(f.split(".")) & set(names[:1])]
-  near = re.search(r'Did you mean \W*(\w+)', said)
+  near = re.search(r"Did you mean \W*(\w+)", said)
   hint = f" Did you mean {near[1]!r}?" if near else ""
   return f"The config has no field {(wrong or fields)[0]}.{hint}"
 

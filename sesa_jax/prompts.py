@@ -90,7 +90,7 @@ def evidence(question: str, passages: Sequence[types.Passage]) -> Prompt:
 
 
 def passages_text(passages: Sequence[types.Passage]) -> str:
-  """Renders passages as Search-R1 does: `Doc i(Title: ...) ...`, a line each."""
+  """Renders passages as Search-R1 does, a line each."""
   return "\n".join(
     f"Doc {i}(Title: {passage.title}) {passage.text}"
     for i, passage in enumerate(passages, 1)
@@ -139,7 +139,7 @@ def render(
 
 
 def digest(tokenizer, template: str) -> dict[str, str]:
-  """Returns SHA-256 hashes of the prompts and the template, for the manifest."""
+  """Returns SHA-256 hashes of prompts and template, for the manifest."""
   texts = "\0".join((SOLVER, CHALLENGER, EVIDENCE, str(_EXAMPLES)))
   layout = f"{template}\0{tokenizer.chat_template}"
   return {

@@ -67,9 +67,7 @@ def check(config: Any) -> None:
   one_of = grpo.one_of
   one_of("policy.template", config.policy.template, prompts.TEMPLATES)
   one_of("verifier.answerer", config.verifier.answerer, ANSWERERS)
-  one_of(
-    "distillation.distiller", config.distillation.distiller, DISTILLERS
-  )
+  one_of("distillation.distiller", config.distillation.distiller, DISTILLERS)
   one_of("distillation.keep", config.distillation.keep, distillation.KEEPS)
   one_of("search.engine", config.search.engine, ENGINES)
   one_of("seeds.source", config.seeds.source, SEED_SOURCES)
@@ -301,9 +299,7 @@ def assemble(config: Any, texts: Texts) -> World:
   hashes = prompts.digest(words, config.policy.template)
   hashes["corpus"] = corpus.digest(texts.passages)
   hashes["weights"] = _digest(path)
-  hashes["questions"] = _digest_of(
-    [texts.seeds, texts.fixed, dict(texts.sets)]
-  )
+  hashes["questions"] = _digest_of([texts.seeds, texts.fixed, dict(texts.sets)])
   return World(texts, tools, challenger, solver, reference, hashes)
 
 

@@ -283,7 +283,9 @@ class Encoder(Protocol):
   """Embeds text on the host's CPU device."""
 
   @property
-  def dim(self) -> int: ...
+  def dim(self) -> int:
+    """The width of an embedding, E."""
+    ...
 
   def encode(self, texts: Sequence[str], kind: str) -> np.ndarray:
     """Returns float32 [n, E] unit rows; `kind` is "query" or "passage"."""
@@ -307,11 +309,15 @@ class Distiller(Protocol):
   """Turns a failure into a skill, or says why not."""
 
   @property
-  def name(self) -> str: ...
+  def name(self) -> str:
+    """The origin of its skills."""
+    ...
 
   def distill(
     self, record: FailureRecord, shown: Sequence[Skill]
-  ) -> Skill | DistillFailure: ...
+  ) -> Skill | DistillFailure:
+    """Writes one skill from one record; `shown` are those that did not help."""
+    ...
 
 
 @dataclass(frozen=True)

@@ -346,8 +346,8 @@ def test_render_holds_whole_skills_within_the_budget():
   block, shown = B.render(skills, words, 100)
   assert block == (
     "Lessons from earlier questions:\n"
-    "1. d When: t Look for: e Avoid: a Search: y {e}; z\n"
-    "2. d When: t Look for: e"
+    "d When: t Look for: e Avoid: a Search: y {e}; z\n"
+    "d When: t Look for: e"
   )
   assert shown == tuple(skills)
   exact = words(block)

@@ -147,9 +147,7 @@ def test_equals_the_full_forward(params, temperature):
   for episode in played.episodes:
     check_against_full_forward(params, episode, temperature)
   metrics = played.metrics
-  assert metrics["tokens/sampled"] == sum(
-    e.mask.sum() for e in played.episodes
-  )
+  assert metrics["tokens/sampled"] == sum(e.mask.sum() for e in played.episodes)
   assert metrics["tokens/shared"] > 0
 
 
@@ -263,9 +261,7 @@ def test_sample_follows_the_distribution():
   logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
   logits = np.pad(logits, (0, 600), constant_values=-np.inf)[None]
   rows = 4000
-  keys = np.stack(
-    [engine_lib.sampling_key(0, 0, "q", i) for i in range(rows)]
-  )
+  keys = np.stack([engine_lib.sampling_key(0, 0, "q", i) for i in range(rows)])
   ids, logprobs = jax.jit(decode.sample)(
     jnp.repeat(logits, rows, 0),
     keys,

@@ -140,7 +140,9 @@ def test_rewards_and_advantages_of_solver_groups(scripted):
     expected = [float(row["verdict"] == "right") for row in group]
     assert rewards.tolist() == expected
     spread = rewards.std(ddof=1)
-    want = (rewards - rewards.mean()) / (spread + 1e-6) if spread else 0 * rewards
+    want = (
+      (rewards - rewards.mean()) / (spread + 1e-6) if spread else 0 * rewards
+    )
     np.testing.assert_allclose([r["advantage"] for r in group], want, atol=1e-5)
 
 
@@ -181,9 +183,7 @@ def test_metrics_hold_what_must_be_seen(scripted):
     assert row[name] is not None, name
   rows = rows_of(scripted, 1)
   played = [r for r in rows if r["arm"] in ("challenger", "solver")]
-  searches = [
-    sum(t["action"] == "search" for t in r["turns"]) for r in played
-  ]
+  searches = [sum(t["action"] == "search" for t in r["turns"]) for r in played]
   assert row["rollout/searches/mean"] == pytest.approx(np.mean(searches))
 
 
@@ -290,9 +290,7 @@ def content(folder: Path) -> dict[str, object]:
     for cell in run.read_json("eval.json", [])
   ]
   config = tiny_config(**SCRIPTED)
-  store = loop.checkpoint.Checkpoints(
-    folder / "checkpoints", read_only=True
-  )
+  store = loop.checkpoint.Checkpoints(folder / "checkpoints", read_only=True)
   world = tools.assemble(config, tools.read(config))
   state, _ = loop._restore(world, store, store.latest())
   store.close()
@@ -387,9 +385,7 @@ def test_start_from_continues_another_run(unkilled, tmp_path):
 def test_start_from_without_such_a_checkpoint(scripted, tmp_path):
   config = tiny_config(**SCRIPTED)
   with pytest.raises(ValueError, match=r"no checkpoint of iteration 7.*2, 3"):
-    loop.run(
-      config, str(tmp_path / "w"), start_from=f"{scripted.path}@7"
-    )
+    loop.run(config, str(tmp_path / "w"), start_from=f"{scripted.path}@7")
   with pytest.raises(ValueError, match="RUN@ITERATION"):
     loop.run(config, str(tmp_path / "w"), start_from=str(scripted.path))
 

@@ -198,9 +198,9 @@ def test_an_evaluation_question_never_reaches_the_pool(tmp_path):
   tested = Path("tests/world/eval.jsonl").read_text()
   path = tmp_path / "both.jsonl"
   path.write_text(
-    tested.upper().replace("QUESTION", "question").replace(
-      "GOLDEN_ANSWERS", "golden_answers"
-    )
+    tested.upper()
+    .replace("QUESTION", "question")
+    .replace("GOLDEN_ANSWERS", "golden_answers")
     + '{"question": "Which one is new?", "golden_answers": ["this"]}\n'
   )
   config = tiny.get_config().copy_and_resolve_references()

@@ -11,7 +11,7 @@ STOPS = ("</search>", "</answer>", "aba", "abab")
 
 
 def first_hit_in_text(ids, vocabulary, strings):
-  """The definition: the first token after which a stop string is in the text."""
+  """The definition: the first token after which a stop string is in text."""
   text = b""
   for place, token in enumerate(ids):
     text += vocabulary[token]

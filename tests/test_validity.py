@@ -368,11 +368,11 @@ def test_a_masked_slot_stays_empty():
 @pytest.mark.parametrize(
   ("iteration", "keep_fixed", "left"),
   [
-    (0, False, {"q", "f"}),
-    (9, False, {"q", "f"}),
-    (10, False, set()),
-    (20, True, {"f"}),
-    (21, True, {"q", "f"}),
+    (1, False, {"q", "f"}),
+    (10, False, {"q", "f"}),
+    (11, False, set()),
+    (21, True, {"f"}),
+    (22, True, {"q", "f"}),
   ],
 )
 def test_the_pool_is_emptied_every_ten_iterations(iteration, keep_fixed, left):

@@ -57,7 +57,7 @@ class _Playing:
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-  """Episodes in the order of their requests and attempts, and what they cost."""
+  """Episodes in the order of requests and attempts, and what they cost."""
 
   episodes: tuple[types.Episode, ...]
   metrics: dict[str, float]
@@ -111,9 +111,7 @@ class Engine:
     self._dtype = jnp.dtype(dtype)
     self._seed = seed
     self._compile_stops = functools.lru_cache(self._compile_stops)
-    self._unstack = jax.jit(
-      lambda params: model.unstack(params, self._dtype)
-    )
+    self._unstack = jax.jit(lambda params: model.unstack(params, self._dtype))
 
   def load(self, params) -> Any:
     """Casts and unstacks a policy's masters into rollout weights."""
@@ -230,9 +228,7 @@ class _Play:
       list(request.prompt_ids),
       [False] * size,
       [0.0] * size,
-      sampling_key(
-        self._engine._seed, self._iteration, request.id, attempt
-      ),
+      sampling_key(self._engine._seed, self._iteration, request.id, attempt),
       turn_start=size,
     )
 
@@ -315,9 +311,7 @@ class _Play:
       stop_state=column(lambda s: s.stop_state, stops.START),
       reason=reason.astype(np.int32),
       turn_left=column(
-        lambda s: (
-          s.request.limits.turn_tokens - (len(s.ids) - s.turn_start)
-        ),
+        lambda s: s.request.limits.turn_tokens - (len(s.ids) - s.turn_start),
         1,
       ),
       episode_left=column(self._room, 1),

@@ -414,7 +414,7 @@ def render(
   """
   block, shown = HEADING, []
   for skill in skills:
-    longer = f"{block}\n{len(shown) + 1}. {rendered(skill)}"
+    longer = f"{block}\n{rendered(skill)}"  # numbered, small models count on
     if count(longer) > block_tokens:
       break
     block, shown = longer, [*shown, skill]

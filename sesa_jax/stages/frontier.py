@@ -138,29 +138,12 @@ def check(*, reward: str, invalid: str, gate: str, low: float, high: float):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-  """A question whose attempts all have a verdict."""
-
-  question: types.Question
-  right: int
-  total: int  # attempts; malformed and truncated ones count as wrong
-  answered: int  # attempts with a complete answer
-  wrong: int  # substantively wrong attempts
-  skill_ids: tuple[str, ...]  # shown to all attempts
-
-  @property
-  def success(self) -> float:
-    """The solver's success rate p."""
-    return self.right / self.total
-
-
-@dataclasses.dataclass(frozen=True)
 class Edge:
   """What the frontier teaches: whom, with what advantage, and the bank."""
 
   proposals: tuple[types.Lesson, ...]  # for the challenger
   attempts: tuple[types.Lesson, ...]  # for the solver
-  outcomes: tuple[Outcome, ...]  # in the order of the questions
+  outcomes: tuple[types.Outcome, ...]  # in the order of the questions
   failures: tuple[types.FailureRecord, ...]
   rewards: tuple[float | None, ...]  # of each proposal; None is out
   report: types.Report
@@ -195,9 +178,9 @@ def judged(
   }
 
 
-def outcome(group: Sequence[types.Attempt]) -> Outcome:
+def outcome(group: Sequence[types.Attempt]) -> types.Outcome:
   """Counts a question's attempts."""
-  return Outcome(
+  return types.Outcome(
     question=group[0].question,
     right=sum(a.verdict is types.Verdict.RIGHT for a in group),
     total=len(group),
@@ -308,7 +291,7 @@ def cut(
 
 def proposal_rewards(
   proposals: Sequence[types.Proposal],
-  outcomes: Collection[Outcome],
+  outcomes: Collection[types.Outcome],
   pay: Callable[[Count, Count], Reward],
   *,
   invalid: str,

@@ -89,9 +89,7 @@ def pose(
   requests = [
     types.Request(
       id=f"{iteration}/{seed.id}",
-      prompt_ids=tools.render(
-        prompts.challenger(seed, searches[seed.hops])
-      ),
+      prompt_ids=tools.render(prompts.challenger(seed, searches[seed.hops])),
       attempts=group_size,
       sampling=sampling,
       limits=limits,

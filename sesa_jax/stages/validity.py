@@ -368,7 +368,7 @@ def check(
     pool: questions of earlier iterations.
     answer: plays the evidence check: no search, no skills, greedy. Called once,
       with probes among the requests.
-    iteration: of the run, from 0.
+    iteration: of the run, from 1.
     seed: of the run.
     slots: questions that the solver gets at most.
     language: counts words, finds and normalises targets.
@@ -436,7 +436,7 @@ def check(
     for p in decided
     if p.state == "valid"
   ]
-  if iteration and iteration % empty_every == 0:
+  if iteration > 1 and (iteration - 1) % empty_every == 0:
     pool = emptied(pool, keep_fixed=keep_fixed)
   tasks = valid
   if refill == "replay":
