@@ -21,8 +21,17 @@ from ml_collections import config_flags
 
 from sesa_jax import types
 
-# Before jax is imported: an installed libtpu warns, or waits, without a TPU.
+# Before jax is imported. An installed libtpu warns, or waits, without a TPU;
+# compiled programs are kept, so that a resumed run begins at once.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault(
+  "JAX_COMPILATION_CACHE_DIR",
+  os.path.join(
+    os.environ.get("SESA_JAX_ASSETS")
+    or os.path.expanduser("~/.cache/sesa_jax"),
+    "compiled",
+  ),
+)
 
 FLAGS = flags.FLAGS
 _CONFIG = config_flags.DEFINE_config_file(

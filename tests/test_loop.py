@@ -345,10 +345,9 @@ def unkilled(tmp_path_factory):
 @pytest.mark.parametrize(
   "place",
   [
-    "rollout:3",
-    "update:5",
+    "rollout:4",
+    "update:3",
     "distillation:3",
-    "writing:2",
     "checkpoint:5",
   ],
 )
