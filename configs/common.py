@@ -53,7 +53,7 @@ def question_set(path: str, size: int, answerable: bool = False) -> ConfigDict:
   return ConfigDict(dict(path=path, size=size, answerable=answerable))
 
 
-def get_config(variant: str = "sesa") -> ConfigDict:
+def get_config() -> ConfigDict:
   """Returns the paper's values, unlocked for a config to change."""
   solver, challenger = role(), role()
   solver.group_size = 5  # attempts a question, SESA
@@ -65,9 +65,10 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   challenger.min_searches = placeholder(
     int
   )  # None: 1 for a one-hop seed, else 2
-  config = ConfigDict(
+  return ConfigDict(
     dict(
       name="common",
+      preset="sesa",
       seed=0,
       iterations=200,  # SSP: 150-200
       questions=256,  # seeds and solver questions an iteration, SSP
@@ -136,6 +137,13 @@ def get_config(variant: str = "sesa") -> ConfigDict:
         top=3,  # SESA
         min_score=placeholder(float),  # cosine floor, ours; None is off
         block_tokens=512,  # the rendered skills, ours
+        fields=(  # of a skill, that the prompt shows
+          "description",
+          "trigger",
+          "evidence",
+          "avoidance",
+          "templates",
+        ),
         threshold=0.93,  # admission, E5-base-v2's, SESA
         credit="rollout",  # or "majority", "relative"
         retire_after=3,  # showings, SESA
@@ -167,11 +175,10 @@ def get_config(variant: str = "sesa") -> ConfigDict:
       checkpoint=dict(keep=2, milestone_every=50),
     )
   )
-  return with_preset(config, variant)
 
 
-def with_preset(config: ConfigDict, variant: str) -> ConfigDict:
-  """Applies a preset of `PRESETS` to a config.
+def finish(config: ConfigDict, variant: str) -> ConfigDict:
+  """Applies a preset of `PRESETS`, the last word, and locks the config.
 
   Raises:
     ValueError: the preset is unknown; lists those that exist.
@@ -184,4 +191,4 @@ def with_preset(config: ConfigDict, variant: str) -> ConfigDict:
     )
   config.update_from_flattened_dict(PRESETS[variant])
   config.preset = variant
-  return config
+  return config.lock()

@@ -10,10 +10,11 @@ Expect few valid questions of its own, so that the replay pool's real ones feed
 the solver, and single-digit numbers everywhere.
 
 Differs from the paper to fit about 90,000 token-passes: one-hop seeds, few
-attempts and turns, short episodes; to suit so small a model: a worked episode
-in the prompt, temperature 0.5, every substantive failure recorded; and by what
-runs offline: the solver as the evidence check's answerer, the offline
-distiller, BM25, all-MiniLM-L6-v2 with a provisional admission threshold.
+attempts and turns, short episodes. To suit so small a model: a worked episode
+in the prompt, of each skill its description alone, temperature 0.4, every
+substantive failure recorded. And by what runs offline: the solver as the
+evidence check's answerer, the offline distiller, BM25, all-MiniLM-L6-v2 with a
+provisional admission threshold.
 """
 
 from ml_collections import ConfigDict
@@ -23,12 +24,12 @@ from configs import common
 
 def get_config(variant: str = "sesa") -> ConfigDict:
   """Returns the locked config."""
-  config = common.get_config(variant)
+  config = common.get_config()
   config.name = "smollm2_135m"
   config.iterations = 2
   config.questions = 3
   for role in (config.challenger, config.solver):
-    role.temperature = 0.5
+    role.temperature = 0.4
     role.turn_tokens = 48
     role.episode_tokens = 448
     role.learning_rate = 1e-5
@@ -64,7 +65,8 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   )
   config.pool.keep_fixed = True
   config.bank.top = 1
-  config.bank.block_tokens = 96
+  config.bank.block_tokens = 64
+  config.bank.fields = ("description",)  # more of it, and it forgets the format
   config.bank.threshold = 0.70  # MiniLM's, provisional
   config.encoder.path = "assets:all-minilm-l6-v2"
   config.encoder.query_prefix = ""
@@ -89,4 +91,4 @@ def get_config(variant: str = "sesa") -> ConfigDict:
     "assets:open-qa/topics.nq.test.txt", 6, answerable=True
   )
   config.checkpoint.milestone_every = 0
-  return config.lock()
+  return common.finish(config, variant)

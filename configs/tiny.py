@@ -15,7 +15,7 @@ from configs import common
 
 def get_config(variant: str = "sesa") -> ConfigDict:
   """Returns the locked config."""
-  config = common.get_config(variant)
+  config = common.get_config()
   config.name = "tiny"
   config.iterations = 2
   config.questions = 3
@@ -57,4 +57,4 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.eval.turns = 2
   config.eval.sets.tiny_eval = common.question_set("tests/world/eval.jsonl", 4)
   config.checkpoint.milestone_every = 2
-  return config.lock()
+  return common.finish(config, variant)

@@ -141,9 +141,3 @@ def gather(rows: Sequence[Any]) -> list[Any]:
   for row in np.argsort(headers[:, 0]):
     gathered += pickle.loads(payloads[row, : headers[row, 1]].tobytes())
   return gathered
-
-
-def barrier(name: str) -> None:
-  """Waits until every process has come to the barrier of this name."""
-  if count() > 1:
-    multihost_utils.sync_global_devices(name)

@@ -130,9 +130,9 @@ class SearchQA:
   * A malformed turn gets a correction, at most `max_malformed` times an
     episode, then ends it as "malformed". A turn that the policy ended without
     an action is malformed too.
-  * `turns` counts actions; corrections are extra. A search in the last turn is
-    not executed, because nothing could be done with what it finds: the episode
-    ends as "turns".
+  * `Limits.turns` counts actions; corrections are extra. A search in the last
+    turn is not executed, because nothing could be done with what it finds: the
+    episode ends as "turns".
   * An episode without room for an observation ends as "episode_tokens", a
     turn that was too long as "turn_tokens", unless a complete answer or
     question stands in it.
@@ -151,7 +151,6 @@ class SearchQA:
     max_malformed: int,
     max_answer_words: int,
     max_query_characters: int,
-    turns: int,
     executor: Executor | None = None,
   ):
     """Sets the rules of a role.
@@ -166,7 +165,6 @@ class SearchQA:
       max_malformed: malformed turns that an episode survives.
       max_answer_words: of a well-formed answer.
       max_query_characters: of a well-formed query.
-      turns: actions an episode may take.
       executor: runs searches; None runs them at once, in `respond`.
 
     Raises:
@@ -183,7 +181,6 @@ class SearchQA:
     self._max_malformed = max_malformed
     self._max_answer_words = max_answer_words
     self._max_query_characters = max_query_characters
-    self._turns = turns
     self._executor = executor
     self._open, self._close = self._encode(_OPEN)[0], self._encode(_CLOSE)[0]
     self._least = len(self._open) + len(self._close) + MIN_PASSAGE_TOKENS
@@ -230,12 +227,11 @@ class SearchQA:
       action = Action("malformed", note="a turn without an action")
     if action.kind == "malformed":
       return self._correct(pause, action)
-    if pause.turn - pause.malformed + 1 >= self._turns:
-      note = "not executed in the last turn"
-      return _finish("turns", action, note)
+    if pause.turn - pause.malformed + 1 >= pause.turns:
+      return _unexecuted("turns", action, "in the last turn")
     if pause.room < self._least:
-      note = f"not executed with {pause.room} tokens left"
-      return _finish("episode_tokens", action, note)
+      note = f"with {pause.room} tokens left"
+      return _unexecuted("episode_tokens", action, note)
     if self._executor is None:
       return self._observe(action.argument, pause.room)
     return self._executor.submit(self._observe, action.argument, pause.room)
@@ -304,3 +300,9 @@ class SearchQA:
 
 def _finish(reason: str, action: Action, note: str) -> Reply:
   return Reply("finish", (), reason, action.kind, action.argument, note=note)
+
+
+def _unexecuted(reason: str, action: Action, why: str) -> Reply:
+  """Ends an episode at a search that is not made, and so is no action."""
+  note = f"{action.kind} not executed {why}"
+  return Reply("finish", (), reason, "", action.argument, note=note)

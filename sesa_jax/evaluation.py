@@ -20,7 +20,6 @@ from sesa_jax.judge import scoring
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import selfplay
 
-BANKS = ("none", "final")
 PROVES = 385  # questions that bring a 95 % interval near 50 % to +-5 points
 
 
@@ -129,6 +128,7 @@ def show_skills(
       skills,
       lambda text: len(tools.tokenizer.encode(text, add_special_tokens=False)),
       config.bank.block_tokens,
+      config.bank.fields,
     )
     if kept:
       shown[name], blocks[name] = kept, block

@@ -32,6 +32,7 @@ from sesa_jax import (
 from sesa_jax import (
   tools as tools_lib,
 )
+from sesa_jax.data import benchmarks
 from sesa_jax.data import seeds as seeds_lib
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.skills import bank as skill_bank
@@ -246,6 +247,7 @@ def _check(weights, posed, pool, tools, config, number) -> Checked:
     noise=verifier.noise,
     max_tokens=verifier.max_tokens,
     size=size,
+    fits=lambda text: tools_lib.fits_solver(config, tools.render, text),
     probes=verifier.probes,
     refill=config.pool.refill,
     empty_every=config.pool.empty_every,
@@ -533,11 +535,13 @@ def run(
     ValueError: bad input, before any model is loaded.
     types.Stopped: the run had to stop and may be resumed.
   """
+  distributed.initialize()
   tools_lib.check(config)
   values = metrics.plain(config.to_dict())
-  manifest.check_workdir(workdir, values, force_new=force_new)
+  changed = manifest.check_workdir(workdir, values, force_new=force_new)
   folder = metrics.RunFolder(workdir, writes=distributed.is_lead())
-  ancestor = folder.read_json("manifest.json", {}).get("parent")
+  before = folder.read_json("manifest.json", {})
+  ancestor = before.get("parent")
   parent = _parent(start_from, folder.path, ancestor) if start_from else None
   texts = tools_lib.read(config)
   console = rich.console.Console(stderr=True)
@@ -556,13 +560,10 @@ def run(
       hashes=world.hashes,
       judge="exact match",
       parent=start_from or ancestor,
+      before=before,
     ),
   )
-  cells = [
-    cell
-    for cell in folder.read_json("eval.json", [])
-    if cell["iteration"] <= state.iteration
-  ]
+  cells = _cells(folder, state.iteration, changed)
   left = _passes_left(config, texts, state.iteration, cells)
   with metrics.Progress(left) as progress:
     world = _with_progress(world, progress)
@@ -577,6 +578,14 @@ def run(
       _save(store, folder, state, last=state.iteration == config.iterations)
   store.close()
   report(config, folder, cells)
+
+
+def _cells(folder, number: int, changed: Sequence[str]) -> list[dict]:
+  """What was evaluated up to an iteration, under a config that still holds."""
+  if manifest.strict(changed):
+    return []
+  cells = folder.read_json("eval.json", [])
+  return [cell for cell in cells if cell["iteration"] <= number]
 
 
 def _with_progress(world, progress) -> tools_lib.World:
@@ -655,8 +664,28 @@ def _begin(config, world, folder, store, parent) -> State:
     state, events = _start(config, world)
     folder.truncate({})
     folder.append("skills_history.jsonl", events)
+  _check_contamination(state, world.texts.sets)
   folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
   return state
+
+
+def _check_contamination(state: State, sets: Mapping[str, Sequence]) -> None:
+  """Refuses a state that holds an evaluation question, by normalised text.
+
+  A fresh one cannot; a restored one may, where the sets are new.
+  """
+  held = [q.text for q in state.pool.questions + state.pool.fixed]
+  held += [record.question for record in state.queue]
+  held += [record.skill.source_question for record in state.bank.records]
+  seen = {benchmarks.normalized_text(text) for text in held if text}
+  for name, questions in sets.items():
+    for question in questions:
+      if benchmarks.normalized_text(question) in seen:
+        raise ValueError(
+          f"The evaluation question {question.id} of {name} is in the run's "
+          f"pool, queue or bank: {question.text!r}. Evaluate on other sets, or "
+          "start a new run."
+        )
 
 
 def _start(config, world) -> tuple[State, skill_bank.Events]:
@@ -756,23 +785,37 @@ def _parent(
 
 
 def evaluate_checkpoint(config: Any, workdir: str) -> None:
-  """Evaluates the newest checkpoint of a run and prints the table."""
+  """Evaluates the newest checkpoint of a run, and prints and keeps the cells.
+
+  The config is the run's, but for `eval`: other sets may be tried.
+
+  Raises:
+    ValueError: bad input, or there is no checkpoint yet.
+  """
   tools_lib.check(config)
   values = metrics.plain(config.to_dict())
-  manifest.check_workdir(workdir, values)
+  manifest.check_workdir(workdir, values, free=("eval.",))
+  if not config.eval.sets:
+    raise ValueError("eval.sets is empty: there is nothing to evaluate on.")
   store = checkpoint.Checkpoints(Path(workdir) / "checkpoints", read_only=True)
   newest = store.latest()
   if newest is None:
     raise ValueError(f"{workdir} has no checkpoint yet; train first.")
-  if not config.eval.sets:
-    raise ValueError("eval.sets is empty: there is nothing to evaluate on.")
   texts = tools_lib.read(config)
   world = tools_lib.assemble(config, texts)
   state, _ = _restore(world, store, newest)
   store.close()
+  _check_contamination(state, texts.sets)
   with metrics.Progress(evaluation_budget(config, texts.sets)) as progress:
-    world = _with_progress(world, progress)
-    cells = _evaluate(config, world, state, progress)
+    cells = _evaluate(config, _with_progress(world, progress), state, progress)
+  folder = metrics.RunFolder(workdir)
+  new = {(c["iteration"], c["set"], c["bank"]) for c in cells}
+  kept = [
+    cell
+    for cell in folder.read_json("eval.json", [])
+    if (cell["iteration"], cell["set"], cell["bank"]) not in new
+  ]
+  folder.write_json("eval.json", kept + cells)
   console = rich.console.Console()
   console.print(evaluation.table(cells))
   console.print(evaluation.caution(cells, config.eval.confidence))

@@ -26,10 +26,10 @@ from sesa_jax import types
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR",
-  os.path.join(
-    os.environ.get("SESA_JAX_ASSETS")
-    or os.path.expanduser("~/.cache/sesa_jax"),
-    "compiled",
+  os.path.expanduser(
+    os.path.join(
+      os.environ.get("SESA_JAX_ASSETS") or "~/.cache/sesa_jax", "compiled"
+    )
   ),
 )
 
@@ -48,7 +48,7 @@ _FORCE_NEW = flags.DEFINE_bool(
 _QUESTION = flags.DEFINE_string("question", None, "show: id or part of text.")
 _VERDICT = flags.DEFINE_string("verdict", None, "show: right, wrong, unknown.")
 _SKILL = flags.DEFINE_string("skill", None, "show: id of a skill shown.")
-_ARM = flags.DEFINE_string("arm", None, "show: challenger, solver, ...")
+_ARM = flags.DEFINE_string("arm", None, "show: challenger, solver, evidence.")
 _ITERATION = flags.DEFINE_integer("iteration", None, "show: of the episodes.")
 _LIMIT = flags.DEFINE_integer("limit", 10, "show: episodes at most.")
 

@@ -41,6 +41,7 @@ def build(
   hashes: Mapping[str, str],
   judge: str,
   parent: str | None = None,
+  before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
   """Returns the content of `manifest.json`.
 
@@ -50,7 +51,10 @@ def build(
     hashes: SHA-256 by name: prompts, template, corpus, index, assets.
     judge: id of the judge and its version.
     parent: the run that this one started from, as RUN@ITERATION.
+    before: the folder's manifest until now: a resumed run keeps them all.
   """
+  before = dict(before or {})
+  earlier = before.pop("earlier", [])
   now = datetime.datetime.now(datetime.UTC)
   code = _git(Path(__file__).resolve().parent)
   return {
@@ -64,6 +68,7 @@ def build(
     "hashes": dict(sorted(hashes.items())),
     "judge": judge,
     "parent": parent and without_home(parent),
+    "earlier": [*earlier, before] if before else earlier,
   }
 
 
@@ -152,8 +157,25 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
   return flat
 
 
+def strict(differs: Sequence[str], free: Sequence[str] = ()) -> list[str]:
+  """Those of `config_diff` that make another experiment.
+
+  Args:
+    differs: of `config_diff`.
+    free: beginnings of further names that may differ.
+  """
+  names = tuple(f"{name}:" for name in FREE_FIELDS) + tuple(free)
+  return [
+    difference for difference in differs if not difference.startswith(names)
+  ]
+
+
 def check_workdir(
-  folder: str | Path, config: Mapping[str, Any], *, force_new: bool = False
+  folder: str | Path,
+  config: Mapping[str, Any],
+  *,
+  force_new: bool = False,
+  free: Sequence[str] = (),
 ) -> list[str]:
   """Checks that a run's folder is new, or belongs to this config.
 
@@ -166,6 +188,7 @@ def check_workdir(
     folder: the run's folder, there or not.
     config: all values of this run.
     force_new: `--force_new`.
+    free: see `strict`.
 
   Returns:
     The fields that differ, as `config_diff` names them.
@@ -183,14 +206,14 @@ def check_workdir(
       f"{path} is not JSON ({error}). Restore it, or name a new --workdir."
     ) from error
   differs = config_diff(old, config)
-  strict = [d for d in differs if d.partition(":")[0] not in FREE_FIELDS]
-  if strict and not force_new:
+  faults = strict(differs, free)
+  if faults and not force_new:
     raise ValueError(
       f"{folder} is the run of another config. Fields that differ: "
-      f"{'; '.join(strict)}. Name a new --workdir, use the run's own config, "
+      f"{'; '.join(faults)}. Name a new --workdir, use the run's own config, "
       "or go on in this folder with the new values with --force_new."
     )
-  if strict:
+  if faults:
     number = 1
     while path.with_name(f"config.json.{number}").exists():
       number += 1

@@ -31,6 +31,8 @@ EVIDENCE = """\
 Answer the question from the passages alone. Write only <answer>the short \
 answer</answer>."""
 
+HEADING = "Lessons from earlier questions:"  # of the skills that are shown
+
 _COUNTS = {1: "at least once", 2: "at least twice"}
 
 # One worked episode a role, shown as an earlier turn of the chat to policies
@@ -40,11 +42,17 @@ _DOC = (
   "founded in 1913 and lies between Sydney and Melbourne."
 )
 _OBSERVED = f"\n\n<information>{_DOC}</information>\n\n"
+_ASKED = "Question: Which city is the capital of Australia?"
+_SOLVED = (
+  f"<search>capital city of Australia</search>{_OBSERVED}"
+  "<answer>Canberra</answer>"
+)
 _EXAMPLES = {
-  "solver": (
-    "Question: Which city is the capital of Australia?",
-    f"<search>capital city of Australia</search>{_OBSERVED}"
-    "<answer>Canberra</answer>",
+  "solver": (_ASKED, _SOLVED),
+  # A block that the example lacks makes small models forget the format.
+  "solver with skills": (
+    f"{HEADING}\nSearch for the name and what is asked of it.\n\n{_ASKED}",
+    _SOLVED,
   ),
   "challenger": (
     "Answer: Canberra\nHops: 1",
@@ -53,7 +61,7 @@ _EXAMPLES = {
     "Melbourne, is the capital of Australia?</question>",
   ),
   "evidence": (
-    f"{_DOC}\n\nQuestion: Which city is the capital of Australia?",
+    f"{_DOC}\n\n{_ASKED}",
     "<answer>Canberra</answer>",
   ),
 }
@@ -62,7 +70,7 @@ _EXAMPLES = {
 class Prompt(NamedTuple):
   """The texts of a prompt, before a template makes ids of them."""
 
-  role: str
+  role: str  # names its worked example
   system: str
   user: str
 
@@ -70,7 +78,9 @@ class Prompt(NamedTuple):
 def solver(question: str, skills: str = "") -> Prompt:
   """Asks for an answer; `skills` is a rendered block, or empty."""
   ask = f"Question: {question}"
-  return Prompt("solver", SOLVER, f"{skills}\n\n{ask}" if skills else ask)
+  if not skills:
+    return Prompt("solver", SOLVER, ask)
+  return Prompt("solver with skills", SOLVER, f"{skills}\n\n{ask}")
 
 
 def challenger(seed: types.Seed, searches: int) -> Prompt:

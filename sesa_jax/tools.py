@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import json
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from sesa_jax import distributed, environment, prompts, types
 from sesa_jax.data import benchmarks, corpus, seeds
@@ -75,6 +78,7 @@ def check(config: Any) -> None:
   one_of("learner.loss", config.learner.loss, grpo.LOSSES)
   for mode in config.eval.banks:
     one_of("eval.banks", mode, BANKS)
+  skill_bank.check_fields(config.bank.fields)
   validity.check_refill(config.pool.refill)
   frontier.check(
     reward=config.frontier.reward,
@@ -198,7 +202,8 @@ def _questions(name, spec, search, seed, without) -> tuple:
   if spec.answerable:
     source = benchmarks.answerable(questions, search, seed=seed)
   else:
-    source = iter(questions)
+    order = np.random.default_rng(seed).permutation(len(questions))
+    source = (questions[i] for i in order)
   kept: dict[str, types.Question] = {}
   for question in source:
     if spec.size and len(kept) == spec.size:
@@ -237,6 +242,7 @@ def assemble(config: Any, texts: Texts) -> World:
     ValueError: weights, tokenizer or encoder cannot be loaded, or a question
       that was read is too long for an episode.
   """
+  embedder = _encoder(config.encoder)  # small: its faults show before weights
   path = locate(config.policy.path)
   words = tokenizer.load(config.policy.source, path)
   backbone, params = weights.load(
@@ -267,39 +273,40 @@ def assemble(config: Any, texts: Texts) -> World:
     ),
     environments={
       role: environment.SearchQA(
-        role,
-        texts.search,
-        words,
-        ENGLISH,
-        turns=turns,
-        executor=executor,
-        **config.environment,
+        role, texts.search, words, ENGLISH, executor=executor, **rules
       )
-      for role, turns in (
-        ("challenger", config.challenger.turns),
-        ("solver", config.solver.turns),
-        ("evidence", 1),
+      for role, rules in (
+        ("challenger", dict(config.environment)),
+        ("solver", dict(config.environment)),
+        # The evidence check is one greedy turn: nothing is corrected.
+        ("evidence", dict(config.environment) | {"max_malformed": 0}),
       )
     },
     search=texts.search,
-    encoder=_encoder(config.encoder),
+    encoder=embedder,
     distiller=offline.OfflineDistiller(),
     tokenizer=words,
     language=ENGLISH,
     render=render,
     on_episode=lambda episode: None,
   )
-  _check_lengths(config, texts, tools)
+  _check_lengths(config, texts, render)
   mesh = sharding.mesh(config.mesh.fsdp, config.mesh.tensor)
   challenger, solver = (
     _learner(config, config[name], graphdef, mesh)
     for name in ("challenger", "solver")
   )
   reference = jax.device_put(params, solver.programs.policy.params)
-  hashes = prompts.digest(words, config.policy.template)
-  hashes["corpus"] = corpus.digest(texts.passages)
-  hashes["weights"] = _digest(path)
-  hashes["questions"] = _digest_of([texts.seeds, texts.fixed, dict(texts.sets)])
+  text = corpus.digest(texts.passages)
+  hashes = {
+    **prompts.digest(words, config.policy.template),
+    **_assets(config),
+    "corpus": text,
+    "index": _digest_of([text, config.search.to_dict()]),
+    "weights": _digest(path),
+    "encoder": _digest(locate(config.encoder.path)),
+    "questions": _digest_of([texts.seeds, texts.fixed, dict(texts.sets)]),
+  }
   return World(texts, tools, challenger, solver, reference, hashes)
 
 
@@ -329,24 +336,53 @@ def _learner(config, role, graphdef, mesh) -> learner_lib.Learner:
   )
 
 
-def _check_lengths(config: Any, texts: Texts, tools: types.Tools) -> None:
-  """Refuses questions whose prompt would leave no room for a turn."""
-  blocks = config.bank.block_tokens if config.bank.top else 0
-  most = config.solver.episode_tokens - config.solver.turn_tokens - blocks
+def fits_solver(config: Any, render: Any, question: str) -> bool:
+  """Says whether a question leaves the solver room for skills and a turn."""
+  skills = config.bank.block_tokens if config.bank.top else 0
+  size = len(render(prompts.solver(question)))
+  room = config.solver.episode_tokens - config.solver.turn_tokens
+  return size + skills <= room
+
+
+def _check_lengths(config: Any, texts: Texts, render: Any) -> None:
+  """Refuses questions and seeds whose prompt leaves no room for a turn."""
   for question in itertools.chain(texts.fixed, *texts.sets.values()):
-    size = len(tools.render(prompts.solver(question.text)))
-    if size > most:
+    if not fits_solver(config, render, question.text):
       raise ValueError(
-        f"The prompt of question {question.id} has {size} tokens; with "
-        f"{blocks} for skills and {config.solver.turn_tokens} for a turn, "
-        f"solver.episode_tokens = {config.solver.episode_tokens} leaves "
-        f"{most}. Raise it."
+        f"Question {question.id} is too long ({len(question.text)} characters):"
+        f" beside its prompt, solver.episode_tokens = "
+        f"{config.solver.episode_tokens} has no room for "
+        f"solver.turn_tokens = {config.solver.turn_tokens} and "
+        f"bank.block_tokens = {config.bank.block_tokens}. Raise the first."
       )
+  room = config.challenger.episode_tokens - config.challenger.turn_tokens
+  longest = sorted(texts.seeds, key=lambda s: -len(s.targets[0]))[:16]
+  for seed in longest:
+    size = len(render(prompts.challenger(seed, seed.hops)))
+    if size > room:
+      raise ValueError(
+        f"The prompt of seed {seed.id} has {size} tokens; beside "
+        f"challenger.turn_tokens, challenger.episode_tokens = "
+        f"{config.challenger.episode_tokens} leaves {room}. Raise it."
+      )
+
+
+def _assets(config: Any) -> dict[str, str]:
+  """The pins of the assets that a config names, as they were fetched."""
+  lock = Path(locate(ASSETS)) / "assets.lock.json"
+  if not lock.is_file():
+    return {}
+  fetched = json.loads(lock.read_text("utf-8"))
+  named = set(re.findall(rf"{ASSETS}([\w.-]+)", config.to_json()))
+  return {
+    f"assets/{name}": str(fetched[name]["pin"])
+    for name in sorted(named & fetched.keys())
+  }
 
 
 def _digest(path: str) -> str:
   """SHA-256 of a file, or of the names and sizes of a folder's files."""
-  if not path:
+  if not path or not Path(path).exists():
     return "none"
   if Path(path).is_dir():
     files = sorted(p for p in Path(path).rglob("*") if p.is_file())

@@ -110,6 +110,7 @@ class Pause:
   ids: tuple[int, ...]  # the policy's own tokens of this turn
   reason: str  # "stop", "eos", "turn_tokens" or "episode_tokens"
   room: int  # tokens that may still be appended under Limits.episode_tokens
+  turns: int  # actions that the episode may take, Limits.turns
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Reply:
   kind: str  # "go_on", "append", "finish" or "lost"
   ids: tuple[int, ...] = ()  # observation, for "append"
   finish: str = ""  # the episode's finish reason, for "finish" and "lost"
-  action: str = ""  # "search", "answer", "question", "malformed" or ""
+  action: str = ""  # "search", "answer", "question", "malformed" or "" (none)
   argument: str = ""  # the query, the answer or the question
   passages: tuple[Passage, ...] = ()
   note: str = ""  # why a turn is malformed, why a call is lost
@@ -347,5 +348,5 @@ class Tools:
   distiller: Distiller
   tokenizer: Any  # of the backbone, transformers
   language: Any  # language.Language
-  render: Any  # (system, user) texts -> prompt ids; the one rendering
+  render: Any  # prompts.Prompt -> ids; the one rendering
   on_episode: Any  # told of each episode when it ends

@@ -79,6 +79,7 @@ class ScriptedEngine:
           tuple(own),
           reason,
           request.limits.episode_tokens - len(ids),
+          request.limits.turns,
         )
       )
       if isinstance(reply, concurrent.futures.Future):
@@ -148,7 +149,11 @@ _QUESTION = (
 def _answers() -> dict[str, str]:
   """Question id -> a right answer, for the files of tests/world."""
   found = {}
-  for name, file in (("tiny_pool", "pool"), ("tiny_eval", "eval")):
+  for name, file in (
+    ("tiny_pool", "pool"),
+    ("tiny_eval", "eval"),
+    ("again", "eval"),
+  ):
     lines = Path(f"tests/world/{file}.jsonl").read_text().splitlines()
     for i, line in enumerate(lines):
       found[f"{name}/{i}"] = json.loads(line)["golden_answers"][0]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sesa_jax.retrieval import host_device
+from sesa_jax.distributed import host_cpu
 from sesa_jax.skills import bank as B
 from sesa_jax.types import Outcome, Question, Skill
 
@@ -355,6 +355,12 @@ def test_render_holds_whole_skills_within_the_budget():
   assert B.render(skills, words, exact - 1)[1] == (skills[0],)
   assert B.render(skills, words, 5) == ("", ())
   assert B.render([], words, 100) == ("", ())
+  short, _ = B.render(skills, words, 100, ("evidence", "description"))
+  assert (
+    short == "Lessons from earlier questions:\nLook for: e d\nLook for: e d"
+  )
+  with pytest.raises(ValueError, match=r"'desc'.*description, trigger"):
+    B.check_fields(("desc",))
 
 
 # --- on disk ---------------------------------------------------------------
@@ -378,7 +384,7 @@ def test_arrays_lie_on_the_host():
     array = getattr(bank, name)
     assert isinstance(array, jax.Array)
     assert array.committed
-    assert array.devices() == {host_device()}
+    assert array.devices() == {host_cpu()}
 
 
 def test_tree_round_trip_is_exact():

@@ -183,13 +183,12 @@ def build(role="solver", search=None, **changes):
     max_malformed=1,
     max_answer_words=3,
     max_query_characters=20,
-    turns=4,
   )
   return SearchQA(role, search, TOKENIZER, ENGLISH, **(values | changes))
 
 
-def pause(text, reason="stop", turn=0, malformed=0, room=1000):
-  return Pause("q", 0, turn, malformed, encode(text), reason, room)
+def pause(text, reason="stop", turn=0, malformed=0, room=1000, turns=4):
+  return Pause("q", 0, turn, malformed, encode(text), reason, room, turns)
 
 
 def test_stops_are_the_ends_of_the_roles_actions():
@@ -340,20 +339,19 @@ def test_malformed_turns_are_corrected_then_end_the_episode():
 
 def test_turns_count_actions_and_not_corrections():
   search = Stub(BERN)
-  respond = build(search=search, turns=2, max_malformed=3).respond
+  respond = build(search=search, max_malformed=3).respond
   ask = "<search>x</search>"
-  assert respond(pause(ask)).kind == "append"
-  assert respond(pause(ask, turn=2, malformed=2)).kind == "append"
-  # What the last turn finds could not be used: it is not searched.
-  reply = respond(pause(ask, turn=1))
-  assert (reply.kind, reply.finish, reply.action) == (
-    "finish",
-    "turns",
-    "search",
-  )
+  assert respond(pause(ask, turns=2)).kind == "append"
+  assert respond(pause(ask, turn=2, malformed=2, turns=2)).kind == "append"
+  # What the last turn finds could not be used: it is not searched, and so does
+  # not count as a search.
+  reply = respond(pause(ask, turn=1, turns=2))
+  assert (reply.kind, reply.finish, reply.action) == ("finish", "turns", "")
   assert reply.argument == "x"
+  assert reply.note == "search not executed in the last turn"
   assert len(search.calls) == 2
-  assert respond(pause("<answer>a</answer>", turn=1)).finish == "answer"
+  done = respond(pause("<answer>a</answer>", turn=1, turns=2))
+  assert done.finish == "answer"
 
 
 def test_a_lost_search_is_no_text():

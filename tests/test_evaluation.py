@@ -122,7 +122,6 @@ def test_every_question_is_scored_and_twice_the_same():
         max_malformed=0,
         max_answer_words=32,
         max_query_characters=100,
-        turns=2,
       )
     },
     engine=scripted.ScriptedEngine(model.build(backbone), words, script),

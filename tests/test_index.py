@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from sesa_jax.retrieval import host_device
+from sesa_jax.distributed import host_cpu
 from sesa_jax.retrieval.index import top_k
 
 
@@ -48,7 +48,7 @@ def test_result_does_not_depend_on_other_queries():
   rng = np.random.default_rng(0)
   queries = rng.normal(size=(20, 384)).astype(np.float32)
   vectors = jax.device_put(
-    rng.normal(size=(300, 384)).astype(np.float32), host_device()
+    rng.normal(size=(300, 384)).astype(np.float32), host_cpu()
   )
   mask = np.ones(300, bool)
   together, _ = top_k(queries, vectors, mask, 300)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -462,3 +463,86 @@ def test_milestones_and_pool_survive(scripted):
   milestones = scripted.path / "checkpoints" / "milestones"
   assert sorted(p.name for p in milestones.iterdir()) == ["2", "3"]
   assert validity.Pool().questions == ()
+
+
+# --- folders that live on ----------------------------------------------------
+
+
+def test_a_run_can_be_lengthened_and_keeps_its_manifests(tmp_path):
+  folder = tmp_path / "run"
+  with driver.playing_the_script():
+    loop.run(tiny_config(**SCRIPTED, iterations=1), str(folder))
+    loop.run(tiny_config(**SCRIPTED, iterations=2), str(folder))
+  run = metrics.RunFolder(folder)
+  assert [r["iteration"] for r in run.read("metrics.jsonl")] == [1, 2]
+  cells = run.read_json("eval.json", [])
+  assert sorted({c["iteration"] for c in cells}) == [0, 1, 2]
+  manifest = run.read_json("manifest.json", {})
+  assert len(manifest["earlier"]) == 1
+  assert (
+    manifest["earlier"][0]["config"]["sha256"] != (manifest["config"]["sha256"])
+  )
+  assert {"prompts", "template", "corpus", "index", "encoder"} <= set(
+    manifest["hashes"]
+  )
+
+
+def test_force_new_goes_on_and_evaluates_anew(tmp_path):
+  folder = tmp_path / "run"
+  with driver.playing_the_script():
+    loop.run(tiny_config(**SCRIPTED, iterations=1), str(folder))
+    other = tiny_config(**SCRIPTED, iterations=2, questions=2)
+    with pytest.raises(ValueError, match="questions: 3 -> 2"):
+      loop.run(other, str(folder))
+    loop.run(other, str(folder), force_new=True)
+  run = metrics.RunFolder(folder)
+  assert {c["iteration"] for c in run.read_json("eval.json", [])} == {2}
+  assert run.read_json("config.json.1", {})["questions"] == 3
+  assert run.read_json("config.json", {})["questions"] == 2
+  rows = run.read("metrics.jsonl")
+  assert [row["challenger/proposals"] for row in rows] == [3, 2]
+
+
+def test_a_restored_state_with_an_evaluation_question_is_refused(tmp_path):
+  config = tiny_config()
+  world, state = begin(config, tmp_path)
+  question = world.texts.sets["tiny_eval"][0]
+  again = dataclasses.replace(question, text=question.text.upper())
+  pool = dataclasses.replace(state.pool, questions=(again,))
+  with pytest.raises(ValueError, match=f"{question.id}.*pool, queue or bank"):
+    loop._check_contamination(
+      dataclasses.replace(state, pool=pool), world.texts.sets
+    )
+  loop._check_contamination(state, world.texts.sets)
+
+
+def test_eval_mode_adds_cells_of_other_sets(scripted, tmp_path):
+  folder = tmp_path / "run"
+  shutil.copytree(scripted.path, folder)
+  config = tiny_config(**SCRIPTED, iterations=3, **{"eval.banks": ("none",)})
+  config.eval.sets = {"again": config.eval.sets.tiny_eval}
+  with driver.playing_the_script():
+    loop.evaluate_checkpoint(config, str(folder))
+  cells = metrics.RunFolder(folder).read_json("eval.json", [])
+  seen = {(c["iteration"], c["set"], c["bank"]) for c in cells}
+  assert (3, "again", "none") in seen
+  assert (0, "tiny_eval", "final") in seen
+  assert len(seen) == len(cells) == 5
+
+
+def test_evaluation_turns_are_those_of_eval(scripted):
+  """Two turns more or less show in the searches of a policy that only asks."""
+
+  def searching(request, attempt, turn):
+    return f"<search>river {turn}</search>"
+
+  config = tiny_config(**SCRIPTED | {"eval.turns": 4, "solver.turns": 2})
+  texts = tools.read(config)
+  with driver.playing_the_script():
+    world = tools.assemble(config, texts)
+  world.tools.engine._script = searching
+  state, _ = loop._start(config, world)
+  cells = loop.evaluation.evaluate(
+    world.reference, state.bank, texts.sets, world.tools, config, iteration=0
+  )
+  assert {cell["searches"] for cell in cells} == {3.0}  # the last is not made

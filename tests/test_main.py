@@ -209,3 +209,13 @@ def test_an_evaluation_question_never_reaches_the_pool(tmp_path):
   texts = tools.read(config)
   both = [q.text for q in texts.fixed if q.id.startswith("both/")]
   assert both == ["Which one is new?"]
+
+
+def test_a_preset_has_the_last_word():
+  assert tiny.get_config("no_distillation").distillation.admit is False
+  assert tiny.get_config("no_frontier").frontier.reward == "failure"
+  assert tiny.get_config("no_priming").bank.prime == "none"
+  assert tiny.get_config().preset == "sesa"
+  for name in common.PRESETS:
+    assert tiny.get_config(name).preset == name
+    assert tiny.get_config(name).is_locked

@@ -51,7 +51,8 @@ class Engine:
           if lost
           else episode(request, attempt, answer=self.answer)
         )
-    return engine_lib.Played(tuple(episodes), {"tokens/sampled": 10})
+    metrics = {"tokens/sampled": 10, "tokens/prefilled": 20, "seconds": 2.0}
+    return engine_lib.Played(tuple(episodes), metrics)
 
 
 def tools(engine):
@@ -93,6 +94,8 @@ def test_lost_episodes_are_replayed_and_only_they():
   assert [a.verdict for a in found] == ["right"] * 9
   assert metrics["lost"] == 0
   assert metrics["tokens/sampled"] == 30
+  assert metrics["seconds"] == 6.0
+  assert metrics["tokens_per_second"] == (30 + 60) / 6
 
 
 def test_what_stays_lost_is_unknown_never_wrong():

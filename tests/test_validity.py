@@ -19,6 +19,7 @@ KEYWORDS = dict(
   noise=4,
   max_tokens=10_000,
   size=lambda question, passages: sum(len(p.text.split()) for p in passages),
+  fits=lambda text: True,
   probes=0,
   refill="replay",
   empty_every=10,

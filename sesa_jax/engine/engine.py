@@ -162,13 +162,8 @@ class Engine:
         done[episode.request_id, episode.attempt] = episode
         on_episode(episode)
     order = [(r.id, a) for r in requests for a in range(r.attempts)]
-    seconds = time.perf_counter() - began
-    tokens = play.counts["sampled"] + play.counts["prefilled"]
-    metrics = {
-      **{f"tokens/{name}": n for name, n in sorted(play.counts.items())},
-      "seconds": seconds,
-      "tokens_per_second": tokens / max(seconds, 1e-9),
-    }
+    metrics = {f"tokens/{name}": n for name, n in sorted(play.counts.items())}
+    metrics["seconds"] = time.perf_counter() - began
     return Played(tuple(done[key] for key in order), metrics)
 
   def _check(self, requests: Sequence[types.Request]) -> None:
@@ -368,6 +363,7 @@ class _Play:
       ids=tuple(slot.ids[slot.turn_start :]),
       reason=decode.REASONS[slot.reason],
       room=self._room(slot),
+      turns=slot.request.limits.turns,
     )
 
   def _apply(self, slot: _Playing, reply: types.Reply) -> str:

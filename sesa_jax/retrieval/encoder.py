@@ -21,7 +21,7 @@ import safetensors.numpy
 import tokenizers
 from jaxtyping import Array, Bool, Float, Int
 
-from sesa_jax.retrieval import host_device
+from sesa_jax.distributed import host_cpu
 
 KINDS = ("query", "passage")
 
@@ -78,7 +78,7 @@ class BertEncoder:
     prefixes: Mapping[str, str],
     cache_texts: int = 65_536,
   ):
-    self._params = jax.device_put(dict(params), host_device())
+    self._params = jax.device_put(dict(params), host_cpu())
     self._tokenizer = tokenizer
     self._forward = functools.partial(embed, heads=heads, epsilon=epsilon)
     self._prefixes = dict(prefixes)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from sesa_jax.retrieval import host_device
+from sesa_jax.distributed import host_cpu
 
 # Queries go through in blocks of this many rows: XLA gives a row the same bits
 # at one shape only, so a result must not depend on who else asked.
@@ -48,7 +48,7 @@ def top_k(
   if not S:
     return scores, indices
   found = min(k, S)
-  vectors = jax.device_put(vectors, host_device())
+  vectors = jax.device_put(vectors, host_cpu())
   masks = np.broadcast_to(np.asarray(mask), (Q, S))
   for start in range(0, Q, BLOCK):
     stop = min(start + BLOCK, Q)

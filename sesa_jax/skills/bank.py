@@ -19,16 +19,16 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from sesa_jax import metrics
+from sesa_jax import metrics, prompts
+from sesa_jax.distributed import host_cpu
 from sesa_jax.language import ENGLISH
-from sesa_jax.retrieval import host_device
 from sesa_jax.retrieval.index import top_k
 from sesa_jax.types import Encoder, Outcome, Question, Skill
 
 STATES = ("active", "retired", "evicted")
 ORIGINS = ("seed", "offline", "chat", "solver", "mined", "authored")
 CREDITS = ("rollout", "majority", "relative")
-HEADING = "Lessons from earlier questions:"
+FIELDS = ("description", "trigger", "evidence", "avoidance", "templates")
 
 Events = tuple[dict[str, Any], ...]
 
@@ -120,7 +120,7 @@ def _bank(
   def put(array: np.ndarray) -> jax.Array:
     padded = np.zeros((rows, *array.shape[1:]), array.dtype)
     padded[: len(records)] = array[: len(records)]
-    return jax.device_put(padded, host_device())
+    return jax.device_put(padded, host_cpu())
 
   states = np.array([record.state for record in records], object)
   return SkillBank(
@@ -399,7 +399,10 @@ def _key(text: str) -> str:
 
 
 def render(
-  skills: Sequence[Skill], count: Callable[[str], int], block_tokens: int
+  skills: Sequence[Skill],
+  count: Callable[[str], int],
+  block_tokens: int,
+  fields: Sequence[str] = FIELDS,
 ) -> tuple[str, tuple[Skill, ...]]:
   """Renders skills for a prompt, whole ones only, within a token budget.
 
@@ -407,32 +410,53 @@ def render(
     skills: best first.
     count: tokens of a text.
     block_tokens: the block, heading and all, has at most so many.
+    fields: of a skill, that are shown; some of `FIELDS`.
 
   Returns:
     The block ("" if not even the first fits) and the skills that stand in it:
     those alone were shown. The first that does not fit ends the block.
   """
-  block, shown = HEADING, []
+  block, shown = prompts.HEADING, []
   for skill in skills:
-    longer = f"{block}\n{rendered(skill)}"  # numbered, small models count on
+    # A line each: numbered ones make small models go on counting.
+    longer = f"{block}\n{rendered(skill, fields)}"
     if count(longer) > block_tokens:
       break
     block, shown = longer, [*shown, skill]
   return (block, tuple(shown)) if shown else ("", ())
 
 
-def rendered(skill: Skill) -> str:
+_LABELS = {
+  "description": "",
+  "trigger": "When: ",
+  "evidence": "Look for: ",
+  "avoidance": "Avoid: ",
+  "templates": "Search: ",
+}
+
+
+def rendered(skill: Skill, fields: Sequence[str] = FIELDS) -> str:
   """One skill in one line. Parts without text are left out."""
-  parts = [skill.description]
-  for name, text in (
-    ("When", skill.trigger),
-    ("Look for", skill.evidence),
-    ("Avoid", skill.avoidance),
-    ("Search", "; ".join(skill.templates)),
-  ):
+  parts = []
+  for name in fields:
+    value = getattr(skill, name)
+    text = value if isinstance(value, str) else "; ".join(value)
     if text:
-      parts.append(f"{name}: {text}")
+      parts.append(_LABELS[name] + text)
   return " ".join(parts)
+
+
+def check_fields(fields: Sequence[str]) -> None:
+  """Refuses fields that no skill has, or none at all.
+
+  Raises:
+    ValueError: names those that exist.
+  """
+  unknown = [name for name in fields if name not in FIELDS]
+  if unknown or not fields:
+    raise ValueError(
+      f"bank.fields = {tuple(fields)!r}: at least one of {', '.join(FIELDS)}."
+    )
 
 
 def credit(

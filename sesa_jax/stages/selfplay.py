@@ -55,6 +55,9 @@ def play(
     ]
     for name, value in again.metrics.items():
       metrics[name] += value
+  if metrics.get("seconds"):
+    passes = metrics["tokens/sampled"] + metrics["tokens/prefilled"]
+    metrics["tokens_per_second"] = passes / metrics["seconds"]
   metrics["lost"] = sum(e.finish == "lost" for e in episodes)
   return distributed.gather(episodes), metrics
 
