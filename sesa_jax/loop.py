@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import rich.box
 import rich.console
-import rich.table
-from absl import logging
 
 from sesa_jax import (
   checkpoint,
@@ -27,51 +23,29 @@ from sesa_jax import (
   manifest,
   metrics,
   prompts,
+  records,
+  report,
   types,
 )
-from sesa_jax import (
-  tools as tools_lib,
-)
-from sesa_jax.data import benchmarks
+from sesa_jax import state as state_lib
+from sesa_jax import tools as tools_lib
 from sesa_jax.data import seeds as seeds_lib
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import (
   distillation,
   frontier,
-  priming,
   selfplay,
   validity,
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
-  """All that changes from one iteration to the next, and nothing else."""
-
-  iteration: int  # iterations finished
-  challenger: types.Policy
-  solver: types.Policy
-  bank: skill_bank.SkillBank
-  queue: tuple[types.FailureRecord, ...]
-  pool: validity.Pool
-  position: int  # in the seeds
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-  """What an iteration leaves in the run's folder."""
-
-  metrics: Mapping[str, Any]
-  episodes: Sequence[Mapping[str, Any]]
-  questions: Sequence[Mapping[str, Any]]
-  failures: Sequence[Mapping[str, Any]]
-  history: Sequence[Mapping[str, Any]]
-
-
 def iteration(
-  state: State, world: tools_lib.World, config: Any, progress: metrics.Progress
-) -> tuple[State, Record]:
+  state: state_lib.State,
+  world: tools_lib.World,
+  config: Any,
+  progress: metrics.Progress,
+) -> tuple[state_lib.State, records.Record]:
   """Runs the four stages once (stage 1 filled the bank before).
 
   Raises:
@@ -79,7 +53,7 @@ def iteration(
       updates had a loss that is not a number. The state is unharmed.
   """
   number = state.iteration + 1  # as people count
-  tools, clock = world.tools, _Clock()
+  tools, clock = world.tools, records.Clock()
   begin = functools.partial(_begin_stage, config, number, progress, clock)
 
   # Stage 2, asymmetric self-play. No bank is in the challenger's reach.
@@ -145,20 +119,22 @@ def iteration(
   clock.stop()
 
   pool = validity.remember(checked.pool, edge.failures)
-  after = State(number, challenger, solver, bank, queue, pool, position)
+  after = state_lib.State(
+    number, challenger, solver, bank, queue, pool, position
+  )
   played = [p.episode for p in checked.proposals]
   solved = [a.episode for a in attempts]
   measured = {
     "iteration": number,
     **checked.report.metrics,
     **edge.report.metrics,
-    **rollout_metrics(played + solved, "rollout"),
-    **rollout_metrics(played, "challenger/rollout"),
-    **rollout_metrics(solved, "solver/rollout"),
-    **_prefixed("challenger/engine", posing),
-    **_prefixed("solver/engine", solving),
-    **_prefixed("challenger", learned_posing),
-    **_prefixed("solver", learned_solving),
+    **records.rollout_metrics(played + solved, "rollout"),
+    **records.rollout_metrics(played, "challenger/rollout"),
+    **records.rollout_metrics(solved, "solver/rollout"),
+    **records.prefixed("challenger/engine", posing),
+    **records.prefixed("solver/engine", solving),
+    **records.prefixed("challenger", learned_posing),
+    **records.prefixed("solver", learned_solving),
     **distilled.metrics,
     "distillation/dropped": dropped,
     "bank/active": len(bank.skills),
@@ -166,10 +142,10 @@ def iteration(
     "bank/shown": sum(map(len, shown.values())),
     **clock.seconds(),
   }
-  return after, Record(
+  return after, records.Record(
     measured,
-    _episode_rows(checked, attempts, edge, tools, number),
-    _question_rows(checked, edge),
+    records.episode_rows(checked, attempts, edge, tools, number),
+    records.question_rows(checked, edge),
     [metrics.plain(failure) for failure in edge.failures],
     [*credited, *retired, *distilled.rows],
   )
@@ -191,7 +167,7 @@ class Checked:
 
 def _begin_stage(config, number, progress, clock, name, episodes=0) -> None:
   label = f"iteration {number}/{config.iterations}: {name}"
-  progress.stage(label, episodes, budget(config)[name])
+  progress.stage(label, episodes, report.budget(config)[name])
   clock.start(name)
 
 
@@ -351,166 +327,6 @@ def _stop_if_nothing_searched(episodes: Sequence[types.Episode]) -> None:
     )
 
 
-# --- records ---------------------------------------------------------------
-
-
-def rollout_metrics(
-  episodes: Sequence[types.Episode], path: str
-) -> dict[str, float]:
-  """What must never go unseen: searches, malformed, truncated, lost, length."""
-  searches = [sum(t.action == "search" for t in e.turns) for e in episodes]
-  found = metrics.describe(searches, f"{path}/searches")
-  found |= metrics.describe([e.mask.sum() for e in episodes], f"{path}/tokens")
-  shares = {
-    "malformed": [
-      any(t.action == "malformed" for t in e.turns) for e in episodes
-    ],
-    "truncated": [
-      e.finish in ("turn_tokens", "episode_tokens", "turns") for e in episodes
-    ],
-    "unknown": [e.finish == "lost" for e in episodes],
-  }
-  total = max(len(episodes), 1)
-  return found | {f"{path}/{k}": sum(v) / total for k, v in shares.items()}
-
-
-def _prefixed(path: str, found: Mapping[str, Any]) -> dict[str, Any]:
-  return {f"{path}/{name}": value for name, value in found.items()}
-
-
-def _episode_rows(
-  checked, attempts, edge, tools, number
-) -> list[dict[str, Any]]:
-  """A row an episode, with what became of it."""
-
-  def decode(ids):
-    return tools.tokenizer.decode(ids, skip_special_tokens=False)
-
-  advantages = {
-    (lesson.episode.arm, lesson.episode.request_id, lesson.episode.attempt): (
-      lesson.advantage
-    )
-    for lesson in (*edge.proposals, *edge.attempts)
-  }
-
-  def row(episode, **extra):
-    key = (episode.arm, episode.request_id, episode.attempt)
-    known = dict(
-      iteration=number,
-      question=None,
-      targets=(),
-      prediction=None,
-      verdict=None,
-      reward=None,
-      skill_ids=(),
-      advantage=advantages.get(key),
-    )
-    return metrics.episode_row(episode, decode, **(known | extra))
-
-  rows = [
-    row(
-      p.episode,
-      question=p.text,
-      targets=p.seed.targets,
-      state=p.state,
-      reward=reward,
-    )
-    for p, reward in zip(checked.proposals, edge.rewards, strict=True)
-  ]
-  judged = {outcome.question.id for outcome in edge.outcomes}
-  rows += [
-    row(
-      a.episode,
-      question=a.question.text,
-      targets=a.question.targets,
-      prediction=a.prediction,
-      verdict=a.verdict,
-      reward=float(a.verdict is types.Verdict.RIGHT)
-      if a.question.id in judged
-      else None,
-      skill_ids=a.skill_ids,
-    )
-    for a in attempts
-  ]
-  return rows + [row(episode) for episode in checked.episodes]
-
-
-def _question_rows(checked, edge) -> list[dict[str, Any]]:
-  """Every proposal with its state, its reward and its question's success."""
-  success = {o.question.id: o.success for o in edge.outcomes}
-  return [
-    dict(row) | dict(reward=reward, success=success.get(p.question_id))
-    for row, p, reward in zip(
-      checked.report.rows, checked.proposals, edge.rewards, strict=True
-    )
-  ]
-
-
-class _Clock:
-  """Seconds of each stage."""
-
-  def __init__(self):
-    self._seconds: dict[str, float] = {}
-    self._name, self._began = "", 0.0
-
-  def start(self, name: str) -> None:
-    self.stop()
-    self._name, self._began = name, time.perf_counter()
-
-  def stop(self) -> None:
-    if self._name:
-      spent = time.perf_counter() - self._began
-      self._seconds[self._name] = self._seconds.get(self._name, 0.0) + spent
-    self._name = ""
-
-  def seconds(self) -> dict[str, float]:
-    return {
-      f"seconds/{name.replace(' ', '_')}": s
-      for name, s in self._seconds.items()
-    }
-
-
-# --- budget ----------------------------------------------------------------
-
-
-def budget(config: Any) -> dict[str, int]:
-  """Token-passes that each stage of an iteration may take at most.
-
-  A token-pass is one token through the model once, forward; a backward pass
-  counts as two, rematerialisation and the reference as one each.
-  """
-  posed = config.questions * config.challenger.group_size
-  solved = posed * config.solver.group_size
-  learned = 3 + config.policy.remat
-
-  def update(role, rows):
-    several = role.minibatch_questions < posed
-    passes = learned + several + (role.kl_coefficient != 0)
-    return rows * role.episode_tokens * passes
-
-  return {
-    "pose": posed * config.challenger.episode_tokens,
-    "verify": posed * config.verifier.max_tokens,
-    "solve": solved * config.solver.episode_tokens,
-    "update challenger": update(config.challenger, posed),
-    "update solver": update(config.solver, solved),
-    "distill": 0,
-  }
-
-
-def evaluation_budget(config: Any, sets: Mapping[str, Sequence]) -> int:
-  """Token-passes of one evaluation at most."""
-  questions = sum(map(len, sets.values()))
-  return questions * len(config.eval.banks) * config.solver.episode_tokens
-
-
-def evaluations(config: Any) -> list[int]:
-  """Finished iterations after which a run is evaluated."""
-  every = config.eval.every
-  between = range(every, config.iterations, every) if every else ()
-  return [0, *between, config.iterations]
-
-
 # --- the run ---------------------------------------------------------------
 
 
@@ -542,16 +358,20 @@ def run(
   folder = metrics.RunFolder(workdir, writes=distributed.is_lead())
   before = folder.read_json("manifest.json", {})
   ancestor = before.get("parent")
-  parent = _parent(start_from, folder.path, ancestor) if start_from else None
+  parent = (
+    state_lib.parent_of(start_from, folder.path, ancestor)
+    if start_from
+    else None
+  )
   texts = tools_lib.read(config)
   console = rich.console.Console(stderr=True)
-  console.print(_plan(config, texts))
+  console.print(report.plan(config, texts.sets))
   world = tools_lib.assemble(config, texts)
   folder.write_json("config.json", values)
   store = checkpoint.Checkpoints(
     folder.path / "checkpoints", **config.checkpoint
   )
-  state = _begin(config, world, folder, store, parent)
+  state = state_lib.begin(config, world, folder, store, parent)
   folder.write_json(
     "manifest.json",
     manifest.build(
@@ -574,10 +394,12 @@ def run(
       if state.iteration >= config.iterations:
         break
       state, record = iteration(state, world, config, progress)
-      _write(folder, state, record)
-      _save(store, folder, state, last=state.iteration == config.iterations)
+      records.write(folder, state.iteration, state.bank, record)
+      state_lib.save(
+        store, folder, state, last=state.iteration == config.iterations
+      )
   store.close()
-  report(config, folder, cells)
+  report.print_report(config, folder, cells)
 
 
 def _cells(folder, number: int, changed: Sequence[str]) -> list[dict]:
@@ -598,34 +420,21 @@ def _with_progress(world, progress) -> tools_lib.World:
   return dataclasses.replace(world, tools=tools)
 
 
-def _plan(config: Any, texts: tools_lib.Texts) -> rich.table.Table:
-  """The budget, printed before anything expensive starts."""
-  table = rich.table.Table(
-    title=f"{config.name} ({config.preset}): token-passes at most",
-    box=None,
-    title_justify="left",
-  )
-  table.add_column("stage")
-  table.add_column("one", justify="right")
-  table.add_column("run", justify="right")
-  rows = [(n, p, p * config.iterations) for n, p in budget(config).items()]
-  one = evaluation_budget(config, texts.sets)
-  rows.append(("evaluate", one, one * len(set(evaluations(config)))))
-  for name, each, all_ in rows:
-    table.add_row(name, f"{each:,}", f"{all_:,}")
-  table.add_row("total", "", f"{sum(row[2] for row in rows):,}")
-  return table
-
-
 def _passes_left(config, texts, done: int, cells) -> int:
-  left = (config.iterations - done) * sum(budget(config).values())
-  due = sum(_evaluation_due(config, i, cells) for i in set(evaluations(config)))
-  return max(left, 0) + due * evaluation_budget(config, texts.sets)
+  left = (config.iterations - done) * sum(report.budget(config).values())
+  due = sum(
+    _evaluation_due(config, i, cells) for i in set(report.evaluations(config))
+  )
+  return max(left, 0) + due * report.evaluation_budget(config, texts.sets)
 
 
 def _evaluation_due(config, number: int, cells) -> bool:
   known = any(cell["iteration"] == number for cell in cells)
-  return bool(config.eval.sets) and number in evaluations(config) and not known
+  return (
+    bool(config.eval.sets)
+    and number in report.evaluations(config)
+    and not known
+  )
 
 
 def _evaluate(config, world, state, progress) -> list[dict[str, Any]]:
@@ -633,7 +442,7 @@ def _evaluate(config, world, state, progress) -> list[dict[str, Any]]:
   progress.stage(
     f"evaluate after {state.iteration} of {config.iterations} iterations",
     sum(map(len, sets.values())) * len(config.eval.banks),
-    evaluation_budget(config, sets),
+    report.evaluation_budget(config, sets),
   )
   return evaluation.evaluate(
     world.tools.engine.load(state.solver.params),
@@ -643,145 +452,6 @@ def _evaluate(config, world, state, progress) -> list[dict[str, Any]]:
     config,
     iteration=state.iteration,
   )
-
-
-# --- begin, write, save ----------------------------------------------------
-
-
-def _begin(config, world, folder, store, parent) -> State:
-  """Restores the newest checkpoint, or another run's, or starts afresh."""
-  newest = store.latest()
-  if newest is not None:
-    state, files = _restore(world, store, newest)
-    folder.truncate(files)
-    logging.info("Resumed after iteration %d.", newest)
-  elif parent:
-    source = checkpoint.Checkpoints(parent[0], read_only=True)
-    state, _ = _restore(world, source, parent[1])
-    source.close()
-    folder.truncate({})
-  else:
-    state, events = _start(config, world)
-    folder.truncate({})
-    folder.append("skills_history.jsonl", events)
-  _check_contamination(state, world.texts.sets)
-  folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
-  return state
-
-
-def _check_contamination(state: State, sets: Mapping[str, Sequence]) -> None:
-  """Refuses a state that holds an evaluation question, by normalised text.
-
-  A fresh one cannot; a restored one may, where the sets are new.
-  """
-  held = [q.text for q in state.pool.questions + state.pool.fixed]
-  held += [record.question for record in state.queue]
-  held += [record.skill.source_question for record in state.bank.records]
-  seen = {benchmarks.normalized_text(text) for text in held if text}
-  for name, questions in sets.items():
-    for question in questions:
-      if benchmarks.normalized_text(question) in seen:
-        raise ValueError(
-          f"The evaluation question {question.id} of {name} is in the run's "
-          f"pool, queue or bank: {question.text!r}. Evaluate on other sets, or "
-          "start a new run."
-        )
-
-
-def _start(config, world) -> tuple[State, skill_bank.Events]:
-  """Stage 1, memory priming, and two policies from the same weights."""
-  empty = skill_bank.create(config.bank.capacity, world.tools.encoder.dim)
-  bank, events = priming.prime(empty, config.bank.prime, world.tools.encoder)
-  return State(
-    iteration=0,
-    challenger=world.challenger.init(world.reference),
-    solver=world.solver.init(world.reference),
-    bank=bank,
-    queue=(),
-    pool=validity.Pool(fixed=world.texts.fixed),
-    position=0,
-  ), events
-
-
-def _restore(world, store, step: int) -> tuple[State, Mapping[str, int]]:
-  abstract = {
-    "challenger": world.challenger.abstract(),
-    "solver": world.solver.abstract(),
-  }
-  trees, host, arrays, files = store.restore(step, abstract)
-  return State(
-    iteration=host["iteration"],
-    challenger=types.Policy(*trees["challenger"]),
-    solver=types.Policy(*trees["solver"]),
-    bank=skill_bank.from_tree(arrays["bank"], host["bank"]),
-    queue=tuple(map(distillation.from_json, host["queue"])),
-    pool=validity.Pool.from_json(host["pool"]),
-    position=host["position"],
-  ), files
-
-
-def _write(folder: metrics.RunFolder, state: State, record: Record) -> None:
-  """Writes an iteration. Until it is checkpointed a resume takes it back."""
-  folder.write_episodes(state.iteration, record.episodes)
-  folder.append("questions.jsonl", record.questions)
-  folder.append("failures.jsonl", record.failures)
-  folder.append("skills_history.jsonl", record.history)
-  folder.append("metrics.jsonl", [record.metrics])
-  folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
-
-
-def _save(store, folder, state: State, last: bool) -> None:
-  arrays, records = skill_bank.to_tree(state.bank)
-  store.save(
-    state.iteration,
-    trees={"challenger": state.challenger, "solver": state.solver},
-    host=dict(
-      iteration=state.iteration,
-      bank=records,
-      queue=[metrics.plain(record) for record in state.queue],
-      pool=state.pool.to_json(),
-      position=state.position,
-    ),
-    arrays={"bank": arrays},
-    files=folder.lengths(),
-    milestone={
-      "challenger": state.challenger.params,
-      "solver": state.solver.params,
-    },
-    last=last,
-  )
-
-
-def _parent(
-  start_from: str, folder: Path, ancestor: str | None
-) -> tuple[Path, int] | None:
-  """Reads RUN@ITERATION; None where the run began with it and resumes.
-
-  Raises:
-    ValueError: it is not of that form, there is no such checkpoint, or the
-      folder has checkpoints of another run.
-  """
-  run_, at, number = start_from.rpartition("@")
-  if not at or not number.isdigit() or not run_:
-    raise ValueError(
-      f"--start_from={start_from} is not RUN@ITERATION, such as runs/a@10."
-    )
-  if checkpoint.has_steps(folder / "checkpoints"):
-    if ancestor == manifest.without_home(start_from):
-      return None
-    raise ValueError(
-      f"--start_from begins a new run, but {folder} has checkpoints of its "
-      "own. Name a new --workdir, or leave --start_from out to resume."
-    )
-  source = checkpoint.Checkpoints(Path(run_) / "checkpoints", read_only=True)
-  steps = source.steps()
-  source.close()
-  if int(number) not in steps:
-    raise ValueError(
-      f"--start_from={start_from}: {run_} has no checkpoint of iteration "
-      f"{number}. It has: {', '.join(map(str, steps)) or 'none'}."
-    )
-  return Path(run_) / "checkpoints", int(number)
 
 
 def evaluate_checkpoint(config: Any, workdir: str) -> None:
@@ -803,10 +473,12 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
     raise ValueError(f"{workdir} has no checkpoint yet; train first.")
   texts = tools_lib.read(config)
   world = tools_lib.assemble(config, texts)
-  state, _ = _restore(world, store, newest)
+  state, _ = state_lib.restore(world, store, newest)
   store.close()
-  _check_contamination(state, texts.sets)
-  with metrics.Progress(evaluation_budget(config, texts.sets)) as progress:
+  state_lib.check_contamination(state, texts.sets)
+  with metrics.Progress(
+    report.evaluation_budget(config, texts.sets)
+  ) as progress:
     cells = _evaluate(config, _with_progress(world, progress), state, progress)
   folder = metrics.RunFolder(workdir)
   new = {(c["iteration"], c["set"], c["bank"]) for c in cells}
@@ -819,82 +491,3 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
   console = rich.console.Console()
   console.print(evaluation.table(cells))
   console.print(evaluation.caution(cells, config.eval.confidence))
-
-
-# --- report ----------------------------------------------------------------
-
-
-def report(
-  config: Any, folder: metrics.RunFolder, cells: Sequence[Mapping[str, Any]]
-) -> None:
-  """Prints what the run did, what it distilled and where everything lies."""
-  console = rich.console.Console()
-  if cells:
-    console.print(evaluation.table(cells))
-    console.print(evaluation.caution(cells, config.eval.confidence))
-  rows = folder.read("metrics.jsonl")
-  console.print(_played(rows))
-  console.print(_distilled(folder.read("skills_history.jsonl")))
-  console.print(f"\nEverything lies in {folder.path}:", highlight=False)
-  for name, what in (
-    ("episodes/", "what was played (--mode=show prints it)"),
-    ("questions.jsonl", "every proposal, its state and its reward"),
-    ("failures.jsonl", "failures at the frontier"),
-    ("skills.jsonl", "the bank now; skills_history.jsonl: how it came about"),
-    ("metrics.jsonl", "one line an iteration"),
-    ("eval.json", "scores and predictions"),
-    ("checkpoints/", "policies, optimizers, bank, queue, pool"),
-  ):
-    console.print(f"  {name:<16} {what}", highlight=False)
-
-
-def _played(rows: Sequence[Mapping[str, Any]]) -> rich.table.Table:
-  """A column an iteration (the last ten): what was posed, solved, learned."""
-  table = rich.table.Table(title="Self-play", box=rich.box.SIMPLE_HEAD)
-  table.add_column("iteration")
-  for row in rows[-10:]:
-    table.add_column(str(row["iteration"]), justify="right")
-  for name, text in {
-    "proposals, of them valid": lambda r: (
-      f"{r['challenger/proposals']}, {r['challenger/state/valid']}"
-    ),
-    "solver questions": lambda r: f"{r['solver/questions']}",
-    "  posed just now": lambda r: f"{r['solver/origin/challenger']}",
-    "  posed earlier, replayed": lambda r: f"{r['solver/origin/replay']}",
-    "  real ones, from the pool": lambda r: f"{r['solver/origin/fixed']}",
-    "attempts right": lambda r: _percent(r.get("solver/reward/mean")),
-    "informative groups": lambda r: _percent(
-      r.get("solver/informative_groups")
-    ),
-    "searches an episode": lambda r: f"{r['rollout/searches/mean']:.2f}",
-    "episodes with a malformed turn": lambda r: _percent(
-      r["rollout/malformed"]
-    ),
-    "failures recorded": lambda r: f"{r['frontier/recorded']}",
-    "skills admitted": lambda r: f"{r['distillation/admitted']}",
-    "active skills": lambda r: f"{r['bank/active']}",
-  }.items():
-    table.add_row(name, *(text(row) for row in rows[-10:]))
-  return table
-
-
-def _percent(value: float | None) -> str:
-  return "-" if value is None else f"{value:.0%}"
-
-
-def _distilled(history: Sequence[Mapping[str, Any]]) -> rich.table.Table:
-  """Every record that was taken for distillation, and what came of it."""
-  table = rich.table.Table(
-    title="Distillation", box=rich.box.SIMPLE_HEAD, show_lines=False
-  )
-  for name in ("iteration", "outcome", "skill"):
-    table.add_column(name)
-  rows = [row for row in history if "outcome" in row]
-  for row in rows:
-    why = f": {row['reason']}" if row["reason"] else ""
-    table.add_row(
-      str(row["iteration"]), row["outcome"] + why, row["text"] or row["skill"]
-    )
-  if not rows:
-    table.add_row("-", "nothing", "No failure passed the gate.")
-  return table

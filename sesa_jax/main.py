@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import difflib
 import glob
+import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import flags, logging
+from absl import flags
 from ml_collections import config_flags
 
 from sesa_jax import types
@@ -161,7 +162,7 @@ def _unknown_flag(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a mode; returns the exit code."""
-  logging.set_verbosity(logging.INFO)
+  _log_to_stderr()
   try:
     _parse(sys.argv if argv is None else argv)
     MODES[_MODE.value]()
@@ -172,6 +173,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"stopped: {_one_line(error)}", file=sys.stderr)
     return 1
   return 0
+
+
+class _Lines(logging.Handler):
+  """Prints to whatever stderr is now: a live display puts lines above it."""
+
+  def emit(self, record: logging.LogRecord) -> None:
+    """Prints our own messages, and the warnings of others."""
+    if record.name == "absl" or record.levelno >= logging.WARNING:
+      print(self.format(record), file=sys.stderr)
+
+
+def _log_to_stderr() -> None:
+  handler = _Lines()
+  handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+  root = logging.getLogger()
+  root.handlers[:] = [handler]
+  root.setLevel(logging.INFO)
+  logging.getLogger("absl").setLevel(logging.INFO)
 
 
 def _one_line(error: Exception) -> str:

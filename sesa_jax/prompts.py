@@ -35,42 +35,53 @@ HEADING = "Lessons from earlier questions:"  # of the skills that are shown
 
 _COUNTS = {1: "at least once", 2: "at least twice"}
 
-# One worked episode a role, shown as an earlier turn of the chat to policies
+# Worked episodes of each role, shown as earlier turns of the chat to policies
 # that are too small to follow a description.
 _DOC = (
   "Doc 1(Title: Canberra) Canberra is the capital city of Australia. It was "
   "founded in 1913 and lies between Sydney and Melbourne."
 )
-_OBSERVED = f"\n\n<information>{_DOC}</information>\n\n"
+_ARTIST = (
+  "Doc 1(Title: Michelangelo) Michelangelo was an Italian sculptor. He painted "
+  "the ceiling of the Sistine Chapel in Rome."
+)
+_FOUND = "\n\n<information>{}</information>\n\n"
 _ASKED = "Question: Which city is the capital of Australia?"
 _SOLVED = (
-  f"<search>capital city of Australia</search>{_OBSERVED}"
+  f"<search>capital city of Australia</search>{_FOUND.format(_DOC)}"
   "<answer>Canberra</answer>"
 )
 _EXAMPLES = {
-  "solver": (_ASKED, _SOLVED),
+  "solver": ((_ASKED, _SOLVED),),
   # A block that the example lacks makes small models forget the format.
   "solver with skills": (
-    f"{HEADING}\nSearch for the name and what is asked of it.\n\n{_ASKED}",
-    _SOLVED,
+    (
+      f"{HEADING}\nSearch for the name and what is asked of it.\n\n{_ASKED}",
+      _SOLVED,
+    ),
   ),
   "challenger": (
-    "Answer: Canberra\nHops: 1",
-    f"<search>Canberra</search>{_OBSERVED}"
-    "<question>Which city, founded in 1913 and lying between Sydney and "
-    "Melbourne, is the capital of Australia?</question>",
+    (
+      "Answer: Michelangelo\nHops: 1",
+      f"<search>Michelangelo</search>{_FOUND.format(_ARTIST)}"
+      "<question>Which Italian sculptor painted the ceiling of the Sistine "
+      "Chapel in Rome?</question>",
+    ),
+    (
+      "Answer: Canberra\nHops: 1",
+      f"<search>Canberra</search>{_FOUND.format(_DOC)}"
+      "<question>Which city, founded in 1913 and lying between Sydney and "
+      "Melbourne, is the capital of Australia?</question>",
+    ),
   ),
-  "evidence": (
-    f"{_DOC}\n\n{_ASKED}",
-    "<answer>Canberra</answer>",
-  ),
+  "evidence": ((f"{_DOC}\n\n{_ASKED}", "<answer>Canberra</answer>"),),
 }
 
 
 class Prompt(NamedTuple):
   """The texts of a prompt, before a template makes ids of them."""
 
-  role: str  # names its worked example
+  role: str  # names its worked episodes
   system: str
   user: str
 
@@ -116,7 +127,7 @@ def render(
     tokenizer: of the backbone, with its own chat template.
     prompt: of this module.
     template: "native", the backbone's chat template.
-    example: show a worked episode before, as a turn of the chat.
+    example: show worked episodes before, as turns of the chat.
 
   Returns:
     ids, up to and including the header of the assistant's turn.
@@ -133,12 +144,10 @@ def render(
       "The tokenizer has no chat template, which template 'native' needs. "
       "Take an instruction-tuned backbone."
     )
-  worked = _EXAMPLES[prompt.role] if example else ()
-  turns = [
-    ("system", prompt.system),
-    *zip(("user", "assistant"), worked, strict=False),
-    ("user", prompt.user),
-  ]
+  turns = [("system", prompt.system)]
+  for user, assistant in _EXAMPLES[prompt.role] if example else ():
+    turns += [("user", user), ("assistant", assistant)]
+  turns.append(("user", prompt.user))
   ids = tokenizer.apply_chat_template(
     [{"role": role, "content": content} for role, content in turns],
     add_generation_prompt=True,

@@ -19,7 +19,7 @@ PLACES = {
   "rollout": ("sesa_jax.stages.selfplay", "solve"),
   "update": ("sesa_jax.loop", "_update"),
   "distillation": ("sesa_jax.stages.distillation", "distill"),
-  "writing": ("sesa_jax.loop", "_save"),
+  "writing": ("sesa_jax.state", "save"),
   "checkpoint": ("sesa_jax.checkpoint", "_tree_saves"),
 }
 

@@ -16,9 +16,12 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
   "main",
   "loop",
+  "state",
+  "report",
   "evaluation",
   "show",
   "tools",
+  "records",
   "stages",
   "skills",
   "judge",
@@ -38,7 +41,7 @@ LEVEL = {
   name: number for number, line in enumerate(LEVELS) for name in line.split()
 }
 # The only ones that see a ConfigDict.
-CONFIGURED = {"main", "loop", "evaluation", "tools"}
+CONFIGURED = {"main", "loop", "state", "report", "evaluation", "tools"}
 
 
 def modules():

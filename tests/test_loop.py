@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from sesa_jax import loop, metrics, tools, types
+from sesa_jax import loop, metrics, report, tools, types
+from sesa_jax import state as state_lib
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import validity
 from tests import driver
@@ -43,7 +44,7 @@ def tiny_config(**changes):
 def begin(config, tmp_path):
   texts = tools.read(config)
   world = tools.assemble(config, texts)
-  state, _ = loop._start(config, world)
+  state, _ = state_lib.start(config, world)
   return world, state
 
 
@@ -293,7 +294,7 @@ def content(folder: Path) -> dict[str, object]:
   config = tiny_config(**SCRIPTED)
   store = loop.checkpoint.Checkpoints(folder / "checkpoints", read_only=True)
   world = tools.assemble(config, tools.read(config))
-  state, _ = loop._restore(world, store, store.latest())
+  state, _ = state_lib.restore(world, store, store.latest())
   store.close()
   out["state"] = metrics.plain(
     (state.iteration, state.queue, state.pool.to_json(), state.position)
@@ -443,12 +444,12 @@ def test_searches_that_are_never_executed_stop_the_first_iteration():
 
 def test_budget_counts_passes_by_hand():
   config = tiny_config()
-  found = loop.budget(config)
+  found = report.budget(config)
   assert found["pose"] == 3 * 768
   assert found["solve"] == 3 * 4 * 768
   # forward 1, backward 2, reference 1; no remat, one update
   assert found["update solver"] == 3 * 4 * 768 * 4
-  assert loop.evaluations(tiny_config(iterations=5, **{"eval.every": 2})) == [
+  assert report.evaluations(tiny_config(iterations=5, **{"eval.every": 2})) == [
     0, 2, 4, 5,
   ]  # fmt: skip
 
@@ -510,10 +511,10 @@ def test_a_restored_state_with_an_evaluation_question_is_refused(tmp_path):
   again = dataclasses.replace(question, text=question.text.upper())
   pool = dataclasses.replace(state.pool, questions=(again,))
   with pytest.raises(ValueError, match=f"{question.id}.*pool, queue or bank"):
-    loop._check_contamination(
+    state_lib.check_contamination(
       dataclasses.replace(state, pool=pool), world.texts.sets
     )
-  loop._check_contamination(state, world.texts.sets)
+  state_lib.check_contamination(state, world.texts.sets)
 
 
 def test_eval_mode_adds_cells_of_other_sets(scripted, tmp_path):
@@ -541,7 +542,7 @@ def test_evaluation_turns_are_those_of_eval(scripted):
   with driver.playing_the_script():
     world = tools.assemble(config, texts)
   world.tools.engine._script = searching
-  state, _ = loop._start(config, world)
+  state, _ = state_lib.start(config, world)
   cells = loop.evaluation.evaluate(
     world.reference, state.bank, texts.sets, world.tools, config, iteration=0
   )

@@ -1,0 +1,154 @@
+"""What an iteration leaves in the run's folder: metrics and rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sesa_jax import metrics, types
+from sesa_jax.skills import bank as skill_bank
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """What an iteration leaves in the run's folder."""
+
+  metrics: Mapping[str, Any]
+  episodes: Sequence[Mapping[str, Any]]
+  questions: Sequence[Mapping[str, Any]]
+  failures: Sequence[Mapping[str, Any]]
+  history: Sequence[Mapping[str, Any]]
+
+
+def rollout_metrics(
+  episodes: Sequence[types.Episode], path: str
+) -> dict[str, float]:
+  """What must never go unseen: searches, malformed, truncated, lost, length."""
+  searches = [sum(t.action == "search" for t in e.turns) for e in episodes]
+  found = metrics.describe(searches, f"{path}/searches")
+  found |= metrics.describe([e.mask.sum() for e in episodes], f"{path}/tokens")
+  shares = {
+    "malformed": [
+      any(t.action == "malformed" for t in e.turns) for e in episodes
+    ],
+    "truncated": [
+      e.finish in ("turn_tokens", "episode_tokens", "turns") for e in episodes
+    ],
+    "unknown": [e.finish == "lost" for e in episodes],
+  }
+  total = max(len(episodes), 1)
+  return found | {f"{path}/{k}": sum(v) / total for k, v in shares.items()}
+
+
+def prefixed(path: str, found: Mapping[str, Any]) -> dict[str, Any]:
+  """Puts metrics below a path."""
+  return {f"{path}/{name}": value for name, value in found.items()}
+
+
+def episode_rows(
+  checked, attempts, edge, tools, number
+) -> list[dict[str, Any]]:
+  """A row an episode, with what became of it."""
+
+  def decode(ids):
+    return tools.tokenizer.decode(ids, skip_special_tokens=False)
+
+  advantages = {
+    (lesson.episode.arm, lesson.episode.request_id, lesson.episode.attempt): (
+      lesson.advantage
+    )
+    for lesson in (*edge.proposals, *edge.attempts)
+  }
+
+  def row(episode, **extra):
+    key = (episode.arm, episode.request_id, episode.attempt)
+    known = dict(
+      iteration=number,
+      question=None,
+      targets=(),
+      prediction=None,
+      verdict=None,
+      reward=None,
+      skill_ids=(),
+      advantage=advantages.get(key),
+    )
+    return metrics.episode_row(episode, decode, **(known | extra))
+
+  rows = [
+    row(
+      p.episode,
+      question=p.text,
+      targets=p.seed.targets,
+      state=p.state,
+      reward=reward,
+    )
+    for p, reward in zip(checked.proposals, edge.rewards, strict=True)
+  ]
+  judged = {outcome.question.id for outcome in edge.outcomes}
+  rows += [
+    row(
+      a.episode,
+      question=a.question.text,
+      targets=a.question.targets,
+      prediction=a.prediction,
+      verdict=a.verdict,
+      reward=float(a.verdict is types.Verdict.RIGHT)
+      if a.question.id in judged
+      else None,
+      skill_ids=a.skill_ids,
+    )
+    for a in attempts
+  ]
+  return rows + [row(episode) for episode in checked.episodes]
+
+
+def question_rows(checked, edge) -> list[dict[str, Any]]:
+  """Every proposal with its state, its reward and its question's success."""
+  success = {o.question.id: o.success for o in edge.outcomes}
+  return [
+    dict(row) | dict(reward=reward, success=success.get(p.question_id))
+    for row, p, reward in zip(
+      checked.report.rows, checked.proposals, edge.rewards, strict=True
+    )
+  ]
+
+
+class Clock:
+  """Seconds of each stage."""
+
+  def __init__(self):
+    self._seconds: dict[str, float] = {}
+    self._name, self._began = "", 0.0
+
+  def start(self, name: str) -> None:
+    """Ends the stage before and begins one."""
+    self.stop()
+    self._name, self._began = name, time.perf_counter()
+
+  def stop(self) -> None:
+    """Ends the stage."""
+    if self._name:
+      spent = time.perf_counter() - self._began
+      self._seconds[self._name] = self._seconds.get(self._name, 0.0) + spent
+    self._name = ""
+
+  def seconds(self) -> dict[str, float]:
+    """Returns `seconds/<stage>`; the only metrics that two runs differ in."""
+    return {
+      f"seconds/{name.replace(' ', '_')}": s
+      for name, s in self._seconds.items()
+    }
+
+
+def write(
+  folder: metrics.RunFolder, number: int, bank: Any, record: Record
+) -> None:
+  """Writes an iteration. Until it is checkpointed a resume takes it back."""
+  folder.write_episodes(number, record.episodes)
+  folder.append("questions.jsonl", record.questions)
+  folder.append("failures.jsonl", record.failures)
+  folder.append("skills_history.jsonl", record.history)
+  folder.append("metrics.jsonl", [record.metrics])
+  folder.write_lines("skills.jsonl", skill_bank.rows(bank))

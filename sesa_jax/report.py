@@ -1,0 +1,145 @@
+"""What a person is told: the budget before a run, the tables after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.table
+
+from sesa_jax import evaluation, metrics
+
+
+def budget(config: Any) -> dict[str, int]:
+  """Token-passes that each stage of an iteration may take at most.
+
+  A token-pass is one token through the model once, forward; a backward pass
+  counts as two, rematerialisation and the reference as one each.
+  """
+  posed = config.questions * config.challenger.group_size
+  solved = posed * config.solver.group_size
+  learned = 3 + config.policy.remat
+
+  def update(role, rows):
+    several = role.minibatch_questions < posed
+    passes = learned + several + (role.kl_coefficient != 0)
+    return rows * role.episode_tokens * passes
+
+  return {
+    "pose": posed * config.challenger.episode_tokens,
+    "verify": posed * config.verifier.max_tokens,
+    "solve": solved * config.solver.episode_tokens,
+    "update challenger": update(config.challenger, posed),
+    "update solver": update(config.solver, solved),
+    "distill": 0,
+  }
+
+
+def evaluation_budget(config: Any, sets: Mapping[str, Sequence]) -> int:
+  """Token-passes of one evaluation at most."""
+  questions = sum(map(len, sets.values()))
+  return questions * len(config.eval.banks) * config.solver.episode_tokens
+
+
+def evaluations(config: Any) -> list[int]:
+  """Finished iterations after which a run is evaluated."""
+  every = config.eval.every
+  between = range(every, config.iterations, every) if every else ()
+  return [0, *between, config.iterations]
+
+
+def plan(config: Any, sets: Mapping[str, Sequence]) -> rich.table.Table:
+  """The budget, printed before anything expensive starts."""
+  table = rich.table.Table(
+    title=f"{config.name} ({config.preset}): token-passes at most",
+    box=None,
+    title_justify="left",
+  )
+  table.add_column("stage")
+  table.add_column("one", justify="right")
+  table.add_column("run", justify="right")
+  rows = [(n, p, p * config.iterations) for n, p in budget(config).items()]
+  one = evaluation_budget(config, sets)
+  rows.append(("evaluate", one, one * len(set(evaluations(config)))))
+  for name, each, all_ in rows:
+    table.add_row(name, f"{each:,}", f"{all_:,}")
+  table.add_row("total", "", f"{sum(row[2] for row in rows):,}")
+  return table
+
+
+def print_report(
+  config: Any, folder: metrics.RunFolder, cells: Sequence[Mapping[str, Any]]
+) -> None:
+  """Prints what the run did, what it distilled and where everything lies."""
+  console = rich.console.Console()
+  if cells:
+    console.print(evaluation.table(cells))
+    console.print(evaluation.caution(cells, config.eval.confidence))
+  rows = folder.read("metrics.jsonl")
+  console.print(_played(rows))
+  console.print(_distilled(folder.read("skills_history.jsonl")))
+  console.print(f"\nEverything lies in {folder.path}:", highlight=False)
+  for name, what in (
+    ("episodes/", "what was played (--mode=show prints it)"),
+    ("questions.jsonl", "every proposal, its state and its reward"),
+    ("failures.jsonl", "failures at the frontier"),
+    ("skills.jsonl", "the bank now; skills_history.jsonl: how it came about"),
+    ("metrics.jsonl", "one line an iteration"),
+    ("eval.json", "scores and predictions"),
+    ("checkpoints/", "policies, optimizers, bank, queue, pool"),
+  ):
+    console.print(f"  {name:<16} {what}", highlight=False)
+
+
+def _played(rows: Sequence[Mapping[str, Any]]) -> rich.table.Table:
+  """A column an iteration (the last ten): what was posed, solved, learned."""
+  table = rich.table.Table(title="Self-play", box=rich.box.SIMPLE_HEAD)
+  table.add_column("iteration")
+  for row in rows[-10:]:
+    table.add_column(str(row["iteration"]), justify="right")
+  for name, text in {
+    "proposals, of them valid": lambda r: (
+      f"{r['challenger/proposals']}, {r['challenger/state/valid']}"
+    ),
+    "solver questions": lambda r: f"{r['solver/questions']}",
+    "  posed just now": lambda r: f"{r['solver/origin/challenger']}",
+    "  posed earlier, replayed": lambda r: f"{r['solver/origin/replay']}",
+    "  real ones, from the pool": lambda r: f"{r['solver/origin/fixed']}",
+    "attempts right": lambda r: _percent(r.get("solver/reward/mean")),
+    "informative groups": lambda r: _percent(
+      r.get("solver/informative_groups")
+    ),
+    "searches an episode": lambda r: f"{r['rollout/searches/mean']:.2f}",
+    "episodes with a malformed turn": lambda r: _percent(
+      r["rollout/malformed"]
+    ),
+    "failures recorded": lambda r: f"{r['frontier/recorded']}",
+    "skills admitted": lambda r: f"{r['distillation/admitted']:.0f}",
+    "active skills": lambda r: f"{r['bank/active']}",
+  }.items():
+    table.add_row(name, *(text(row) for row in rows[-10:]))
+  return table
+
+
+def _percent(value: float | None) -> str:
+  return "-" if value is None else f"{value:.0%}"
+
+
+def _distilled(history: Sequence[Mapping[str, Any]]) -> rich.table.Table:
+  """Every record that was taken for distillation, and what came of it."""
+  table = rich.table.Table(
+    title="Distillation", box=rich.box.SIMPLE_HEAD, show_lines=False
+  )
+  for name in ("iteration", "outcome", "skill"):
+    table.add_column(name)
+  rows = [row for row in history if "outcome" in row]
+  for row in rows:
+    why = f": {row['reason']}" if row["reason"] else ""
+    table.add_row(
+      str(row["iteration"]), row["outcome"] + why, row["text"] or row["skill"]
+    )
+  if not rows:
+    table.add_row("-", "nothing", "No failure passed the gate.")
+  return table

@@ -1,0 +1,167 @@
+"""The state of a run: how it begins, goes on, and lies on the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from absl import logging
+
+from sesa_jax import checkpoint, manifest, metrics, types
+from sesa_jax import tools as tools_lib
+from sesa_jax.data import benchmarks
+from sesa_jax.skills import bank as skill_bank
+from sesa_jax.stages import distillation, priming, validity
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+  """All that changes from one iteration to the next, and nothing else."""
+
+  iteration: int  # iterations finished
+  challenger: types.Policy
+  solver: types.Policy
+  bank: skill_bank.SkillBank
+  queue: tuple[types.FailureRecord, ...]
+  pool: validity.Pool
+  position: int  # in the seeds
+
+
+def begin(config, world, folder, store, parent) -> State:
+  """Restores the newest checkpoint, or another run's, or starts afresh."""
+  newest = store.latest()
+  if newest is not None:
+    state, files = restore(world, store, newest)
+    folder.truncate(files)
+    logging.info("Resumed after iteration %d.", newest)
+  elif parent:
+    source = checkpoint.Checkpoints(parent[0], read_only=True)
+    state, _ = restore(world, source, parent[1])
+    source.close()
+    folder.truncate({})
+  else:
+    state, events = start(config, world)
+    folder.truncate({})
+    folder.append("skills_history.jsonl", events)
+  check_contamination(state, world.texts.sets)
+  folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
+  return state
+
+
+def check_contamination(state: State, sets: Mapping[str, Sequence]) -> None:
+  """Refuses a state that holds an evaluation question, by normalised text.
+
+  A fresh one cannot; a restored one may, where the sets are new.
+  """
+  held = [q.text for q in state.pool.questions + state.pool.fixed]
+  held += [record.question for record in state.queue]
+  held += [record.skill.source_question for record in state.bank.records]
+  seen = {benchmarks.normalized_text(text) for text in held if text}
+  for name, questions in sets.items():
+    for question in questions:
+      if benchmarks.normalized_text(question) in seen:
+        raise ValueError(
+          f"The evaluation question {question.id} of {name} is in the run's "
+          f"pool, queue or bank: {question.text!r}. Evaluate on other sets, or "
+          "start a new run."
+        )
+
+
+def start(config, world) -> tuple[State, skill_bank.Events]:
+  """Stage 1, memory priming, and two policies from the same weights."""
+  empty = skill_bank.create(config.bank.capacity, world.tools.encoder.dim)
+  bank, events = priming.prime(empty, config.bank.prime, world.tools.encoder)
+  return State(
+    iteration=0,
+    challenger=world.challenger.init(world.reference),
+    solver=world.solver.init(world.reference),
+    bank=bank,
+    queue=(),
+    pool=validity.Pool(fixed=world.texts.fixed),
+    position=0,
+  ), events
+
+
+def restore(
+  world: tools_lib.World, store: checkpoint.Checkpoints, step: int
+) -> tuple[State, Mapping[str, int]]:
+  """Reads a checkpoint: the state, and the lengths of the run's files then.
+
+  Raises:
+    ValueError: there is no such step, or it is of another model.
+  """
+  abstract = {
+    "challenger": world.challenger.abstract(),
+    "solver": world.solver.abstract(),
+  }
+  trees, host, arrays, files = store.restore(step, abstract)
+  return State(
+    iteration=host["iteration"],
+    challenger=types.Policy(*trees["challenger"]),
+    solver=types.Policy(*trees["solver"]),
+    bank=skill_bank.from_tree(arrays["bank"], host["bank"]),
+    queue=tuple(map(distillation.from_json, host["queue"])),
+    pool=validity.Pool.from_json(host["pool"]),
+    position=host["position"],
+  ), files
+
+
+def save(
+  store: checkpoint.Checkpoints,
+  folder: metrics.RunFolder,
+  state: State,
+  last: bool,
+) -> None:
+  """Writes a checkpoint, and a milestone of the weights where one is due."""
+  arrays, records = skill_bank.to_tree(state.bank)
+  store.save(
+    state.iteration,
+    trees={"challenger": state.challenger, "solver": state.solver},
+    host=dict(
+      iteration=state.iteration,
+      bank=records,
+      queue=[metrics.plain(record) for record in state.queue],
+      pool=state.pool.to_json(),
+      position=state.position,
+    ),
+    arrays={"bank": arrays},
+    files=folder.lengths(),
+    milestone={
+      "challenger": state.challenger.params,
+      "solver": state.solver.params,
+    },
+    last=last,
+  )
+
+
+def parent_of(
+  start_from: str, folder: Path, ancestor: str | None
+) -> tuple[Path, int] | None:
+  """Reads RUN@ITERATION; None where the run began with it and resumes.
+
+  Raises:
+    ValueError: it is not of that form, there is no such checkpoint, or the
+      folder has checkpoints of another run.
+  """
+  run_, at, number = start_from.rpartition("@")
+  if not at or not number.isdigit() or not run_:
+    raise ValueError(
+      f"--start_from={start_from} is not RUN@ITERATION, such as runs/a@10."
+    )
+  if checkpoint.has_steps(folder / "checkpoints"):
+    if ancestor == manifest.without_home(start_from):
+      return None
+    raise ValueError(
+      f"--start_from begins a new run, but {folder} has checkpoints of its "
+      "own. Name a new --workdir, or leave --start_from out to resume."
+    )
+  source = checkpoint.Checkpoints(Path(run_) / "checkpoints", read_only=True)
+  steps = source.steps()
+  source.close()
+  if int(number) not in steps:
+    raise ValueError(
+      f"--start_from={start_from}: {run_} has no checkpoint of iteration "
+      f"{number}. It has: {', '.join(map(str, steps)) or 'none'}."
+    )
+  return Path(run_) / "checkpoints", int(number)
