@@ -47,7 +47,7 @@ def question_set(path: str, size: int, answerable: bool = False) -> ConfigDict:
 
   Args:
     path: FlashRAG JSONL or a TSV; "assets:..." or a path.
-    size: questions, drawn by the seed; 0 takes all, in order.
+    size: questions, drawn by the seed; 0 takes all.
     answerable: only those whose answer is in BM25's first 5 passages.
   """
   return ConfigDict(dict(path=path, size=size, answerable=answerable))

@@ -29,6 +29,7 @@ from sesa_jax import (
 )
 from sesa_jax import state as state_lib
 from sesa_jax import tools as tools_lib
+from sesa_jax.data import benchmarks
 from sesa_jax.data import seeds as seeds_lib
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.skills import bank as skill_bank
@@ -68,7 +69,7 @@ def iteration(
   posed, posing = _pose(weights, seeds, tools, config, number)
   begin("verify")
   weights = tools.engine.load(state.solver.params)
-  checked = _check(weights, posed, state.pool, tools, config, number)
+  checked = _check(weights, posed, state.pool, world, config, number)
   tasks = checked.tasks
   begin("solve", len(tasks) * config.solver.group_size)
   shown, blocks = evaluation.show_skills(state.bank, tasks, tools, config)
@@ -191,8 +192,9 @@ def _pose(weights, seeds, tools, config, number):
   )
 
 
-def _check(weights, posed, pool, tools, config, number) -> Checked:
-  verifier = config.verifier
+def _check(weights, posed, pool, world, config, number) -> Checked:
+  tools, verifier = world.tools, config.verifier
+  tested = tools_lib.tested_texts(world.texts.sets)
   played: list[types.Episode] = []
 
   def answer(requests):
@@ -211,7 +213,13 @@ def _check(weights, posed, pool, tools, config, number) -> Checked:
     prompt = prompts.evidence(question, passages)
     return len(tools.render(prompt)) + verifier.tokens
 
-  proposals, tasks, pool, report = validity.check(
+  def refused(text):
+    if benchmarks.normalized_text(text) in tested:
+      return "contaminated"
+    fits = tools_lib.fits_solver(config, tools.render, text)
+    return None if fits else "over_budget"
+
+  proposals, tasks, pool, found = validity.check(
     posed,
     pool,
     answer,
@@ -223,13 +231,13 @@ def _check(weights, posed, pool, tools, config, number) -> Checked:
     noise=verifier.noise,
     max_tokens=verifier.max_tokens,
     size=size,
-    fits=lambda text: tools_lib.fits_solver(config, tools.render, text),
+    refused=refused,
     probes=verifier.probes,
     refill=config.pool.refill,
     empty_every=config.pool.empty_every,
     keep_fixed=config.pool.keep_fixed,
   )
-  return Checked(proposals, tasks, pool, report, played)
+  return Checked(proposals, tasks, pool, found, played)
 
 
 def _solve(weights, tasks, shown, blocks, tools, config, number):
@@ -318,7 +326,10 @@ def _stop_if_lost(episodes: Sequence[types.Episode], limit: float) -> None:
 def _stop_if_nothing_searched(episodes: Sequence[types.Episode]) -> None:
   """A parser that misses every call would train on without a word."""
   turns = [turn for episode in episodes for turn in episode.turns]
-  wrote = sum("</search>" in turn.text for turn in turns)
+  wrote = sum(
+    "</search>" in turn.text and "not executed" not in turn.note
+    for turn in turns
+  )
   if wrote and not any(turn.action == "search" for turn in turns):
     raise types.Stopped(
       f"{wrote} turns of the first iteration hold a search tag, but no search "
@@ -367,11 +378,13 @@ def run(
   console = rich.console.Console(stderr=True)
   console.print(report.plan(config, texts.sets))
   world = tools_lib.assemble(config, texts)
-  folder.write_json("config.json", values)
   store = checkpoint.Checkpoints(
     folder.path / "checkpoints", **config.checkpoint
   )
   state = state_lib.begin(config, world, folder, store, parent)
+  if manifest.strict(changed):
+    manifest.keep_config(folder.path)
+  folder.write_json("config.json", values)
   folder.write_json(
     "manifest.json",
     manifest.build(
@@ -384,6 +397,7 @@ def run(
     ),
   )
   cells = _cells(folder, state.iteration, changed)
+  folder.write_json("eval.json", cells)
   left = _passes_left(config, texts, state.iteration, cells)
   with metrics.Progress(left) as progress:
     world = _with_progress(world, progress)
@@ -429,11 +443,10 @@ def _passes_left(config, texts, done: int, cells) -> int:
 
 
 def _evaluation_due(config, number: int, cells) -> bool:
-  known = any(cell["iteration"] == number for cell in cells)
-  return (
-    bool(config.eval.sets)
-    and number in report.evaluations(config)
-    and not known
+  """Whether a number of finished iterations is one to evaluate, and was not."""
+  known = {c["set"] for c in cells if c["iteration"] == number}
+  return number in report.evaluations(config) and bool(
+    set(config.eval.sets) - known
   )
 
 
@@ -455,13 +468,15 @@ def _evaluate(config, world, state, progress) -> list[dict[str, Any]]:
 
 
 def evaluate_checkpoint(config: Any, workdir: str) -> None:
-  """Evaluates the newest checkpoint of a run, and prints and keeps the cells.
+  """Evaluates the newest checkpoint of a run; prints and keeps the scores.
 
-  The config is the run's, but for `eval`: other sets may be tried.
+  The config is the run's, but for `eval`: other sets may be tried. The scores
+  go to a file of their own: `eval.json` is the run's.
 
   Raises:
     ValueError: bad input, or there is no checkpoint yet.
   """
+  distributed.initialize()
   tools_lib.check(config)
   values = metrics.plain(config.to_dict())
   manifest.check_workdir(workdir, values, free=("eval.",))
@@ -480,14 +495,9 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
     report.evaluation_budget(config, texts.sets)
   ) as progress:
     cells = _evaluate(config, _with_progress(world, progress), state, progress)
-  folder = metrics.RunFolder(workdir)
-  new = {(c["iteration"], c["set"], c["bank"]) for c in cells}
-  kept = [
-    cell
-    for cell in folder.read_json("eval.json", [])
-    if (cell["iteration"], cell["set"], cell["bank"]) not in new
-  ]
-  folder.write_json("eval.json", kept + cells)
+  name = f"eval_{state.iteration:05d}.json"
+  scores = {"eval": values["eval"], "cells": cells}
+  metrics.RunFolder(workdir).write_json(name, scores)
   console = rich.console.Console()
   console.print(evaluation.table(cells))
   console.print(evaluation.caution(cells, config.eval.confidence))

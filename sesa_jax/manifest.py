@@ -48,7 +48,7 @@ def build(
   Args:
     command: the words of the command line.
     config: all values; its name and hash are recorded.
-    hashes: SHA-256 by name: prompts, template, corpus, index, assets.
+    hashes: SHA-256 by name: prompts, template, corpus, index, weights, ...
     judge: id of the judge and its version.
     parent: the run that this one started from, as RUN@ITERATION.
     before: the folder's manifest until now: a resumed run keeps them all.
@@ -180,9 +180,8 @@ def check_workdir(
   """Checks that a run's folder is new, or belongs to this config.
 
   Fields of `FREE_FIELDS` may differ. With `force_new` any may: the run goes
-  on from its last checkpoint under the new config, and the old one is kept
-  beside it as `config.json.1` (`.2`, ...). The caller then writes
-  `config.json`; until it has, the old one stands.
+  on from its last checkpoint under the new config, and the caller keeps the
+  old one (`keep_config`).
 
   Args:
     folder: the run's folder, there or not.
@@ -213,9 +212,13 @@ def check_workdir(
       f"{'; '.join(faults)}. Name a new --workdir, use the run's own config, "
       "or go on in this folder with the new values with --force_new."
     )
-  if faults:
-    number = 1
-    while path.with_name(f"config.json.{number}").exists():
-      number += 1
-    path.with_name(f"config.json.{number}").write_bytes(path.read_bytes())
   return differs
+
+
+def keep_config(folder: str | Path) -> None:
+  """Keeps a folder's config as `config.json.1` (`.2`, ...), for a new one."""
+  path = Path(folder) / "config.json"
+  number = 1
+  while path.with_name(f"config.json.{number}").exists():
+    number += 1
+  path.with_name(f"config.json.{number}").write_bytes(path.read_bytes())

@@ -29,22 +29,27 @@ class State:
 
 
 def begin(config, world, folder, store, parent) -> State:
-  """Restores the newest checkpoint, or another run's, or starts afresh."""
-  newest = store.latest()
+  """Restores the newest checkpoint, or another run's, or starts afresh.
+
+  The folder is touched only once the state is known to be good.
+
+  Raises:
+    ValueError: a checkpoint is of another model, or holds an evaluation
+      question.
+  """
+  newest, files, events = store.latest(), {}, ()
   if newest is not None:
     state, files = restore(world, store, newest)
-    folder.truncate(files)
     logging.info("Resumed after iteration %d.", newest)
   elif parent:
     source = checkpoint.Checkpoints(parent[0], read_only=True)
     state, _ = restore(world, source, parent[1])
     source.close()
-    folder.truncate({})
   else:
     state, events = start(config, world)
-    folder.truncate({})
-    folder.append("skills_history.jsonl", events)
   check_contamination(state, world.texts.sets)
+  folder.truncate(files)
+  folder.append("skills_history.jsonl", events)
   folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
   return state
 
@@ -52,7 +57,7 @@ def begin(config, world, folder, store, parent) -> State:
 def check_contamination(state: State, sets: Mapping[str, Sequence]) -> None:
   """Refuses a state that holds an evaluation question, by normalised text.
 
-  A fresh one cannot; a restored one may, where the sets are new.
+  A restored one may, where the sets are new, and so may mined skills.
   """
   held = [q.text for q in state.pool.questions + state.pool.fixed]
   held += [record.question for record in state.queue]

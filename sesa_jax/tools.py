@@ -98,6 +98,9 @@ def check(config: Any) -> None:
   positive = {
     "iterations": config.iterations,
     "questions": config.questions,
+    "challenger.turns": config.challenger.turns,
+    "solver.turns": config.solver.turns,
+    "eval.turns": config.eval.turns,
     "challenger.group_size": config.challenger.group_size,
     "solver.group_size": config.solver.group_size,
     "engine.slots": config.engine.slots,
@@ -184,9 +187,7 @@ def read(config: Any) -> Texts:
     name: _questions(name, spec, search, config.seed, frozenset())
     for name, spec in sorted(config.eval.sets.items())
   }
-  tested = frozenset(
-    benchmarks.normalized_text(q) for qs in sets.values() for q in qs
-  )
+  tested = tested_texts(sets)
   fixed = tuple(
     itertools.chain.from_iterable(
       _questions(name, spec, search, config.seed, tested)
@@ -339,9 +340,19 @@ def _learner(config, role, graphdef, mesh) -> learner_lib.Learner:
 def fits_solver(config: Any, render: Any, question: str) -> bool:
   """Says whether a question leaves the solver room for skills and a turn."""
   skills = config.bank.block_tokens if config.bank.top else 0
-  size = len(render(prompts.solver(question)))
+  # With a heading, so that the worked episode is the one with skills.
+  prompt = prompts.solver(question, prompts.HEADING if skills else "")
   room = config.solver.episode_tokens - config.solver.turn_tokens
-  return size + skills <= room
+  return len(render(prompt)) + skills <= room
+
+
+def tested_texts(sets: Mapping[str, Any]) -> frozenset[str]:
+  """Returns the normalised texts of all evaluation questions."""
+  return frozenset(
+    benchmarks.normalized_text(question)
+    for questions in sets.values()
+    for question in questions
+  )
 
 
 def _check_lengths(config: Any, texts: Texts, render: Any) -> None:

@@ -517,18 +517,45 @@ def test_a_restored_state_with_an_evaluation_question_is_refused(tmp_path):
   state_lib.check_contamination(state, world.texts.sets)
 
 
-def test_eval_mode_adds_cells_of_other_sets(scripted, tmp_path):
+def test_eval_mode_tries_other_sets_and_leaves_the_runs_scores(
+  scripted, tmp_path
+):
   folder = tmp_path / "run"
   shutil.copytree(scripted.path, folder)
   config = tiny_config(**SCRIPTED, iterations=3, **{"eval.banks": ("none",)})
   config.eval.sets = {"again": config.eval.sets.tiny_eval}
   with driver.playing_the_script():
     loop.evaluate_checkpoint(config, str(folder))
-  cells = metrics.RunFolder(folder).read_json("eval.json", [])
-  seen = {(c["iteration"], c["set"], c["bank"]) for c in cells}
-  assert (3, "again", "none") in seen
-  assert (0, "tiny_eval", "final") in seen
-  assert len(seen) == len(cells) == 5
+  run = metrics.RunFolder(folder)
+  found = run.read_json("eval_00003.json", {})
+  assert found["eval"]["banks"] == ["none"]
+  assert [(c["set"], c["bank"]) for c in found["cells"]] == [("again", "none")]
+  assert run.read_json("eval.json", []) == scripted.read_json("eval.json", [])
+
+
+def test_a_posed_evaluation_question_is_out(tmp_path):
+  """Nothing of an evaluation set is trained on, even if a policy writes it."""
+  config = tiny_config(**SCRIPTED)
+  tested = "Which thing is it that nobody of all the people here would know?"
+
+  def posing(request, attempt, turn):
+    if request.arm == "challenger" and turn:
+      return f"<question>{tested}</question>"
+    return driver.scripted.world_script(request, attempt, turn)
+
+  texts = tools.read(config)
+  question = dataclasses.replace(texts.sets["tiny_eval"][0], text=tested)
+  texts = dataclasses.replace(texts, sets={"one": (question,)})
+  with driver.playing_the_script():
+    world = tools.assemble(config, texts)
+  world.tools.engine._script = posing
+  state, _ = state_lib.start(config, world)
+  with silent() as progress:
+    after, record = loop.iteration(state, world, config, progress)
+  assert record.metrics["challenger/state/contaminated"] == 3
+  assert record.metrics["challenger/state/valid"] == 0
+  assert not after.pool.questions
+  state_lib.check_contamination(after, texts.sets)
 
 
 def test_evaluation_turns_are_those_of_eval(scripted):

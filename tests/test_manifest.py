@@ -155,6 +155,7 @@ def test_force_new_keeps_the_old_config(tmp_path):
   for number, name in enumerate("bc", 1):
     write(tmp_path, CONFIG | {"name": f"old{number}"})
     manifest.check_workdir(tmp_path, CONFIG | {"name": name}, force_new=True)
+    manifest.keep_config(tmp_path)
   for number in (1, 2):
     old = json.loads((tmp_path / f"config.json.{number}").read_text())
     assert old["name"] == f"old{number}"

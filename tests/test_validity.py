@@ -19,7 +19,7 @@ KEYWORDS = dict(
   noise=4,
   max_tokens=10_000,
   size=lambda question, passages: sum(len(p.text.split()) for p in passages),
-  fits=lambda text: True,
+  refused=lambda text: None,
   probes=0,
   refill="replay",
   empty_every=10,
@@ -397,3 +397,13 @@ def test_records_are_remembered_and_the_pool_survives_json():
   pool = validity.remember(pool, [record, elsewhere])
   assert pool.recorded == {"q"}
   assert validity.Pool.from_json(json.loads(json.dumps(pool.to_json()))) == pool
+
+
+def test_a_refused_question_takes_the_given_state():
+  long = proposal("b", text="Which " + "very " * 12 + "long question is this?")
+  named, tasks, *_ = check(
+    [proposal("a"), long],
+    refused=lambda text: "over_budget" if "very" in text else None,
+  )
+  assert [p.state for p in named] == ["valid", "over_budget"]
+  assert [task.seed_id for task in tasks] == ["a"]

@@ -95,6 +95,7 @@ STATES = (
   "valid",
   *(rule.__name__ for rule in RULES),
   "over_budget",  # too long for the solver, or its passages for the check
+  "contaminated",  # it is an evaluation question
   "evidence",  # its passages do not give the target
   "unverified",
 )
@@ -356,7 +357,7 @@ def check(
   noise: int,
   max_tokens: int,
   size: Size,
-  fits: Callable[[str], bool],
+  refused: Callable[[str], str | None],
   probes: int,
   refill: str,
   empty_every: int,
@@ -377,7 +378,8 @@ def check(
     noise: see `evidence_sets`.
     max_tokens: see `evidence_sets`.
     size: see `evidence_sets`.
-    fits: says whether a question's text leaves the solver room to play.
+    refused: the state of a question that may not be played although it keeps
+      the rules: "over_budget", "contaminated" or None.
     probes: candidates that are also asked with the noise alone and with
       nothing, for the metrics only; 0 is off.
     refill: `replay` fills slots from the pool, `mask` leaves them empty.
@@ -408,8 +410,8 @@ def check(
   for proposal in named:
     lost = proposal.episode.finish == "lost"
     broken = rules(proposal, language, min_searches=min_searches)
-    if broken is None and not fits(proposal.text):
-      broken = "over_budget"
+    if broken is None:
+      broken = refused(proposal.text)
     states[proposal.question_id] = "unverified" if lost else broken
   candidates = [p for p in named if states[p.question_id] is None]
   evidence = evidence_sets(
