@@ -67,6 +67,7 @@ def iteration(
   )
   weights = tools.engine.load(state.challenger.params)
   posed, posing = _pose(weights, seeds, tools, config, number)
+  del weights  # before the solver's copy is made
   begin("verify")
   weights = tools.engine.load(state.solver.params)
   checked = _check(weights, posed, state.pool, world, config, number)
@@ -293,15 +294,17 @@ def _distill(bank, queue, tools, config, number):
 def _update(learner, policy, reference, lessons, temperature, progress):
   """Updates one policy; a loss that stays not a number stops the run."""
   try:
-    policy, found = learner.update(
-      policy, reference, lessons, temperature=temperature
+    return learner.update(
+      policy,
+      reference,
+      lessons,
+      temperature=temperature,
+      on_batch=lambda rows, tokens: progress.advance(rows, tokens, passes=0),
     )
   except learner_lib.NonFiniteUpdate as error:
     raise types.Stopped(
       f"{error} The last good checkpoint is the newest in the run's folder."
     ) from error
-  progress.advance(episodes=len(lessons), tokens=int(found["tokens"]), passes=0)
-  return policy, found
 
 
 def _stop_if_broken(checked, attempts, config, first: bool) -> None:

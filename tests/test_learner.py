@@ -397,3 +397,20 @@ def test_what_no_update_could_use_is_refused():
     make(loss="ppo")
   with pytest.raises(ValueError, match="microbatch_rows 6 .* 4 or 8"):
     make(fsdp=4, microbatch_rows=6)
+
+
+def test_every_micro_batch_is_reported(params, reference):
+  """Rows that only fill a batch do not count as episodes."""
+  learner = make(microbatch_rows=4)
+  taught, seen = lessons(3, 3), []
+  _, metrics = learner.update(
+    learner.init(params),
+    reference,
+    taught,
+    temperature=1.0,
+    on_batch=lambda rows, tokens: seen.append((rows, tokens)),
+  )
+  assert sum(rows for rows, _ in seen) == 9
+  assert max(rows for rows, _ in seen) == 4
+  assert sum(tokens for _, tokens in seen) == metrics["tokens"]
+  assert metrics["tokens"] == sum(t.episode.mask.sum() for t in taught)

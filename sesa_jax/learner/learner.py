@@ -281,6 +281,7 @@ class Learner:
     lessons: Sequence[types.Lesson],
     *,
     temperature: float,
+    on_batch: Callable[[int, int], None] | None = None,
   ) -> tuple[types.Policy, dict[str, float]]:
     """Learns from the lessons of one iteration, one update a minibatch.
 
@@ -289,6 +290,8 @@ class Learner:
       reference: frozen weights; None where kl_coefficient is 0.
       lessons: the episodes of one question share their request id.
       temperature: that they were sampled at, above 0.
+      on_batch: told the episodes and sampled tokens of each micro-batch when
+        its gradient is there.
 
     Returns:
       The policy, and metrics: sums over all minibatches, divided once. Those
@@ -337,6 +340,10 @@ class Learner:
           single,
           rates,
         )
+        if on_batch is not None:  # the display waits for the device
+          jax.block_until_ready(sums)
+          rows = int(np.sum(np.any(batch.segments, axis=1)))
+          on_batch(rows, int(np.sum(batch.mask)))
       policy, outcome = run.apply(policy, gradient, sums, rates)
       del gradient  # as large as the weights
       sums, (finite, norm, rate) = jax.device_get((sums, outcome))
