@@ -189,14 +189,9 @@ class SearchQA:
         f"environment.observation_tokens={observation_tokens} leaves no room "
         f"for a passage between its tags. Choose at least {self._least}."
       )
-    # As text of a passage, these would become control ids.
-    special = [
-      token.content
-      for token in tokenizer.added_tokens_decoder.values()
-      if token.special
-    ]
+    # As text of a passage, control tokens would become control ids.
     self._control = re.compile(
-      "|".join([_ANY_TAG.pattern, *map(re.escape, special)]), re.IGNORECASE
+      f"{_ANY_TAG.pattern}|{prompts.control_tokens(tokenizer)}", re.IGNORECASE
     )
 
   @property
@@ -279,11 +274,10 @@ class SearchQA:
   def _neutral(self, passage: Passage) -> Passage:
     """Breaks tags and control tokens in a passage: `< search>`."""
 
-    def broken(text: str) -> str:
-      return self._control.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
-
     return dataclasses.replace(
-      passage, title=broken(passage.title), text=broken(passage.text)
+      passage,
+      title=prompts.broken(self._control, passage.title),
+      text=prompts.broken(self._control, passage.text),
     )
 
   def _encode(self, text: str) -> tuple[tuple[int, ...], list[int]]:

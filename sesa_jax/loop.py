@@ -491,7 +491,7 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
     raise ValueError(f"{workdir} has no checkpoint yet; train first.")
   texts = tools_lib.read(config)
   world = tools_lib.assemble(config, texts)
-  state, _ = state_lib.restore(world, store, newest)
+  state, _ = state_lib.restore(world, store, newest, config.bank.capacity)
   store.close()
   state_lib.check_contamination(state, texts.sets)
   with metrics.Progress(

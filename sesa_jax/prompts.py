@@ -7,6 +7,7 @@ prompt is appended as ids and never rendered again.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -118,6 +119,21 @@ def passages_text(passages: Sequence[types.Passage]) -> str:
   )
 
 
+def control_tokens(tokenizer) -> str:
+  """A pattern of the tokenizer's special tokens, which are not for text."""
+  special = [
+    token.content
+    for token in tokenizer.added_tokens_decoder.values()
+    if token.special
+  ]
+  return "|".join(map(re.escape, special))
+
+
+def broken(pattern: re.Pattern, text: str) -> str:
+  """Puts a space behind the first character of each match: `< |im_end|>`."""
+  return pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
+
+
 def render(
   tokenizer, prompt: Prompt, template: str = "native", example: bool = False
 ) -> tuple[int, ...]:
@@ -144,10 +160,12 @@ def render(
       "The tokenizer has no chat template, which template 'native' needs. "
       "Take an instruction-tuned backbone."
     )
+  control = re.compile(control_tokens(tokenizer))
   turns = [("system", prompt.system)]
   for user, assistant in _EXAMPLES[prompt.role] if example else ():
     turns += [("user", user), ("assistant", assistant)]
-  turns.append(("user", prompt.user))
+  # A question that a policy wrote, say, must not open another turn.
+  turns.append(("user", broken(control, prompt.user)))
   ids = tokenizer.apply_chat_template(
     [{"role": role, "content": content} for role, content in turns],
     add_generation_prompt=True,

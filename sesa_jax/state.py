@@ -39,11 +39,11 @@ def begin(config, world, folder, store, parent) -> State:
   """
   newest, files, events = store.latest(), {}, ()
   if newest is not None:
-    state, files = restore(world, store, newest)
+    state, files = restore(world, store, newest, config.bank.capacity)
     logging.info("Resumed after iteration %d.", newest)
   elif parent:
     source = checkpoint.Checkpoints(parent[0], read_only=True)
-    state, _ = restore(world, source, parent[1])
+    state, _ = restore(world, source, parent[1], config.bank.capacity)
     source.close()
   else:
     state, events = start(config, world)
@@ -89,9 +89,15 @@ def start(config, world) -> tuple[State, skill_bank.Events]:
 
 
 def restore(
-  world: tools_lib.World, store: checkpoint.Checkpoints, step: int
+  world: tools_lib.World,
+  store: checkpoint.Checkpoints,
+  step: int,
+  capacity: int,
 ) -> tuple[State, Mapping[str, int]]:
   """Reads a checkpoint: the state, and the lengths of the run's files then.
+
+  Bank and pool are the checkpoint's (`pool.fixed` of a config is for a fresh
+  start), but the bank has room for `capacity` skills from now on.
 
   Raises:
     ValueError: there is no such step, or it is of another model.
@@ -105,7 +111,9 @@ def restore(
     iteration=host["iteration"],
     challenger=types.Policy(*trees["challenger"]),
     solver=types.Policy(*trees["solver"]),
-    bank=skill_bank.from_tree(arrays["bank"], host["bank"]),
+    bank=skill_bank.from_tree(
+      arrays["bank"], host["bank"] | {"capacity": capacity}
+    ),
     queue=tuple(map(distillation.from_json, host["queue"])),
     pool=validity.Pool.from_json(host["pool"]),
     position=host["position"],

@@ -167,7 +167,7 @@ def _target(name: str) -> str:
 
 def world_script(request: types.Request, attempt: int, turn: int) -> str:
   """Valid, invalid, malformed and truncated play, by the request's id."""
-  case = zlib.crc32(f"d{request.id}".encode()) % 4
+  case = zlib.crc32(f"l{request.id}".encode()) % 4
   if request.arm == "challenger":
     if turn == 0:
       return f"<search>{_target(request.id)}</search>"

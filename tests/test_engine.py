@@ -120,7 +120,21 @@ def full_forward(params, ids):
   return np.asarray(model.logits(GRAPHDEF, params, hidden)[0, : len(ids)])
 
 
-def check_against_full_forward(params, episode, temperature):
+def check_draw(episode, place, logprobs, iteration):
+  """The id is the one that the key and its position draw, by definition."""
+  key = engine_lib.sampling_key(
+    SEED, iteration, episode.request_id, episode.attempt
+  )
+  key = jax.random.wrap_key_data(key, impl="threefry2x32")
+  draw = float(jax.random.uniform(jax.random.fold_in(key, place)))
+  cumulative = np.cumsum(np.exp(logprobs))
+  near = abs(cumulative - draw).min() < 1e-5
+  assert near or episode.ids[place] == np.searchsorted(
+    cumulative, draw, side="right"
+  )
+
+
+def check_against_full_forward(params, episode, temperature, iteration=0):
   logits = full_forward(params, episode.ids).astype(np.float64)
   scaled = logits / (temperature or 1.0)
   peak = scaled.max(-1, keepdims=True)
@@ -133,6 +147,8 @@ def check_against_full_forward(params, episode, temperature):
     )
     if temperature == 0:
       assert token == logits[place - 1].argmax()
+    else:
+      check_draw(episode, place, logprobs[place - 1], iteration)
   assert (episode.logprobs[~episode.mask] == 0).all()
   assert not episode.mask[: episode.prompt_length].any()
 
@@ -221,6 +237,69 @@ def test_go_on_samples_on_in_the_same_turn(params):
     check_against_full_forward(params, episode, 1.0)
 
 
+def stop_heavy(pause_log, go_on, stop):
+  """An environment that notes pauses, and ends turns by limits else."""
+
+  class Noting:
+    stops = (stop,)
+
+    def respond(self, pause):
+      pause_log.append(pause)
+      if pause.reason == "stop" and go_on:
+        return types.Reply("go_on")
+      if pause.turn >= 5 or pause.room < 20:
+        return types.Reply("finish", finish="turns")
+      return types.Reply("append", (0, 0), action="search")
+
+  return Noting()
+
+
+@pytest.mark.parametrize("stop", ["qz", "qq"])
+@pytest.mark.parametrize("go_on", [False, True])
+def test_pauses_are_where_text_search_finds_the_stop_string(
+  params, stop, go_on
+):
+  """Also over turns: an observation between two halves does not join them."""
+  heavy = [b"q"] * 140 + [b"z"] * 140 + [b""] * 20
+  engine = engine_lib.Engine(
+    GRAPHDEF,
+    BACKBONE,
+    NoText(),
+    heavy,
+    (END,),
+    slots=4,
+    length=160,
+    prefill_chunk=16,
+    steps_per_dispatch=8,
+    deterministic=True,
+    dtype=jnp.float32,
+    seed=SEED,
+  )
+  log = []
+  asked = [
+    dataclasses.replace(r, limits=types.Limits(6, 150, 9))
+    for r in requests(1.0, attempts=4)
+  ]
+  played = engine.play(
+    engine.load(params), asked, stop_heavy(log, go_on, stop), iteration=1
+  )
+  found = {
+    (p.request_id, p.attempt, p.turn, len(p.ids))
+    for p in log
+    if p.reason == "stop"
+  }
+  expected = set()
+  for episode in played.episodes:
+    for number, turn in enumerate(episode.turns):
+      text = b""
+      for size, token in enumerate(episode.ids[turn.start : turn.end], 1):
+        before, text = text, text + heavy[token]
+        if text != before and text.endswith(stop.encode()):
+          expected.add((episode.request_id, episode.attempt, number, size))
+  assert len(expected) > 20
+  assert found == expected
+
+
 def test_limits_end_turns_and_episodes(params):
   engine = make()
   script = Script()
@@ -296,3 +375,30 @@ def test_sample_equals_a_plain_inverse_cdf():
     expected = int(np.searchsorted(cumulative, draw, side="right"))
     near = abs(cumulative - draw).min() < 1e-5
     assert near or int(ids[row]) == expected
+
+
+def test_a_stop_string_that_meant_nothing_at_a_limit_ends_the_turn(params):
+  """Going on would sample one id more than the limit."""
+  engine = make()
+  script = Script(ignore_stops=True)
+  requests_ = [
+    dataclasses.replace(
+      request,
+      limits=types.Limits(turn_tokens=n, episode_tokens=cap, turns=6),
+    )
+    for n, cap in ((3, 120), (4, 120), (50, 60), (50, 61))
+    for request in [
+      dataclasses.replace(r, id=f"{r.id}/{n}/{cap}")
+      for r in requests(1.0, attempts=6, count=4)
+    ]
+  ]
+  played = engine.play(engine.load(params), requests_, script, iteration=5)
+  limits = {r.id: r.limits for r in requests_}
+  hit = 0
+  for episode in played.episodes:
+    limit = limits[episode.request_id]
+    assert len(episode.ids) <= limit.episode_tokens
+    for turn in episode.turns:
+      assert turn.end - turn.start <= limit.turn_tokens
+    hit += episode.finish in ("turn_tokens", "episode_tokens")
+  assert hit

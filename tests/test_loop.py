@@ -16,6 +16,8 @@ import pytest
 from configs import tiny
 from sesa_jax import loop, metrics, report, tools, types
 from sesa_jax import state as state_lib
+from sesa_jax.policy import model, weights
+from sesa_jax.policy.backbones import tiny as tiny_backbone
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import validity
 from tests import driver
@@ -26,6 +28,13 @@ SCRIPTED = {
   "solver.turn_tokens": 160,
   "challenger.turn_tokens": 160,
   "eval.turns": 3,
+  # Few, so that earlier questions are replayed too.
+  "pool.fixed.tiny_pool.size": 2,
+  # Apart, so that no value of one policy can stand in for the other's.
+  "challenger.temperature": 1.25,
+  "solver.temperature": 0.8,
+  "challenger.learning_rate": 2e-3,
+  "challenger.episode_tokens": 752,
 }
 
 
@@ -94,6 +103,7 @@ def test_every_case_is_met(scripted):
   origins = scripted.read("metrics.jsonl")
   assert any(row["solver/origin/challenger"] for row in origins)
   assert any(row["solver/origin/fixed"] for row in origins)
+  assert any(row["solver/origin/replay"] for row in origins)
   outcomes = {
     row["outcome"]
     for row in scripted.read("skills_history.jsonl")
@@ -166,6 +176,94 @@ def test_both_policies_learn_and_the_gap_is_small(scripted):
   last = scripted.read("metrics.jsonl")[-1]
   assert last["solver/kl/mean"] > 0
   assert last["challenger/kl/mean"] > 0
+
+
+def test_each_policy_learns_at_its_own_rate(scripted):
+  for row in scripted.read("metrics.jsonl"):
+    assert row["challenger/lr"] == pytest.approx(2e-3)
+    assert row["solver/lr"] == pytest.approx(1e-3)
+
+
+def test_kl_is_to_the_weights_that_both_started_from(scripted):
+  """k3 of both policies' episodes, from scratch: e^d - d - 1, d = ref - new."""
+  config = tiny_config(**SCRIPTED)
+  _, params = weights.load("random", "", jax.random.key(config.seed))
+  graphdef = model.build(tiny_backbone())
+  for role in ("challenger", "solver"):
+    temperature = config[role].temperature
+    per_token = []
+    for row in rows_of(scripted, 2):
+      if row["arm"] != role:
+        continue
+      episode = metrics.episode_from_row(row)
+      ids = np.zeros((1, 768), np.int32)
+      ids[0, : len(episode.ids)] = episode.ids
+      place = np.arange(768)[None]
+      hidden = model.hidden(
+        graphdef,
+        params,
+        ids,
+        place,
+        (place < len(episode.ids)).astype(np.int32),
+        compute_dtype=np.float32,
+        remat=False,
+      )
+      logits = np.asarray(model.logits(graphdef, params, hidden)[0], np.float64)
+      logits /= temperature
+      logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+      for t in np.flatnonzero(episode.mask):
+        d = logprobs[t - 1, episode.ids[t]] - episode.logprobs[t]
+        per_token.append(np.exp(d) - d - 1)
+    got = scripted.read("metrics.jsonl")[1][f"{role}/kl/mean"]
+    assert got == pytest.approx(np.mean(per_token), rel=1e-2)
+    assert got > 0
+
+
+def test_no_question_leaves_two_records(scripted):
+  """Not even one that was replayed, and failed again."""
+  failures = [row["question_id"] for row in scripted.read("failures.jsonl")]
+  assert len(set(failures)) == len(failures)
+  again = [
+    row["request_id"]
+    for row in rows_of(scripted, 3)
+    if row["arm"] == "solver" and not row["request_id"].startswith("3/")
+  ]
+  mixed = {
+    name
+    for name in again
+    if len(
+      {r["verdict"] for r in rows_of(scripted, 3) if r["request_id"] == name}
+    )
+    == 2
+  }
+  assert mixed & set(failures)
+
+
+def test_milestones_hold_each_policys_weights(scripted):
+  config = tiny_config(**SCRIPTED)
+  world = tools.assemble(config, tools.read(config))
+  store = loop.checkpoint.Checkpoints(
+    scripted.path / "checkpoints", read_only=True
+  )
+  state, _ = state_lib.restore(world, store, 3, 800)
+  abstract = world.solver.abstract().params
+  found = store.restore_milestone(
+    3, {"challenger": abstract, "solver": abstract}
+  )
+  store.close()
+  for role in ("challenger", "solver"):
+    same = jax.tree.map(
+      lambda a, b: bool((a == b).all()),
+      found[role],
+      getattr(state, role).params,
+    )
+    assert all(jax.tree.leaves(same))
+  differs = jax.tree.map(
+    lambda a, b: bool((a != b).any()),
+    state.challenger.params,
+    state.solver.params,
+  )
+  assert any(jax.tree.leaves(differs))
 
 
 def test_metrics_hold_what_must_be_seen(scripted):
@@ -294,7 +392,7 @@ def content(folder: Path) -> dict[str, object]:
   config = tiny_config(**SCRIPTED)
   store = loop.checkpoint.Checkpoints(folder / "checkpoints", read_only=True)
   world = tools.assemble(config, tools.read(config))
-  state, _ = state_lib.restore(world, store, store.latest())
+  state, _ = state_lib.restore(world, store, store.latest(), 800)
   store.close()
   out["state"] = metrics.plain(
     (state.iteration, state.queue, state.pool.to_json(), state.position)
@@ -318,7 +416,7 @@ def command(kill, folder, *more):
       "--config=configs/tiny.py",
       f"--workdir={folder}",
       "--config.iterations=3",
-      "--config.distillation.min_pending=2",
+      "--config.distillation.every=2",
       *flags,
       *more,
     ],
@@ -337,9 +435,10 @@ def unkilled(tmp_path_factory):
   found = content(folder)
   # Else a resume that forgets them would pass.
   rows = metrics.RunFolder(folder).read("metrics.jsonl")
-  assert rows[0]["distillation/pending"] or rows[1]["distillation/pending"]
-  assert any(row["pool/size"] > 8 for row in rows[:2])
-  assert rows[1]["bank/active"] > 15
+  assert rows[0]["distillation/pending"] > 0  # kills in iteration 2
+  assert rows[0]["pool/size"] > 2
+  assert rows[0]["bank/shown"] > 0
+  assert rows[1]["bank/active"] > 15  # kills in iteration 3
   return folder, found
 
 
@@ -400,6 +499,140 @@ def test_two_runs_give_the_same_bytes(tmp_path):
   assert found[0] == found[1]
 
 
+# --- wiring: each value reaches the place that it is meant for ---------------
+
+
+class Spy:
+  """Stands before an engine, and notes what it is asked for."""
+
+  def __init__(self, engine):
+    self.engine, self.loaded, self.played = engine, [], []
+
+  def load(self, params):
+    self.loaded.append(params)
+    return self.engine.load(params)
+
+  def play(self, weights, requests, environment, **more):
+    self.played.append((weights, requests, environment, more["iteration"]))
+    return self.engine.play(weights, requests, environment, **more)
+
+
+def spied(**changes):
+  config = tiny_config(**SCRIPTED | changes)
+  with driver.playing_the_script():
+    world = tools.assemble(config, tools.read(config))
+  spy = Spy(world.tools.engine)
+  world = dataclasses.replace(
+    world, tools=dataclasses.replace(world.tools, engine=spy)
+  )
+  state, _ = state_lib.start(config, world)
+  return config, world, state, spy
+
+
+def test_each_policy_plays_its_own_part():
+  config, world, state, spy = spied(**{"challenger.group_size": 2})
+  state = dataclasses.replace(state, iteration=4)
+  with silent() as progress:
+    _, record = loop.iteration(state, world, config, progress)
+  weights = {"challenger": state.challenger, "solver": state.solver}
+  del weights  # donated: compare what was loaded before
+  posed, checked, solved = spy.played
+  assert posed[0] is spy.loaded[0]
+  assert checked[0] is spy.loaded[1]
+  assert solved[0] is spy.loaded[1]
+  assert spy.loaded[0] is not spy.loaded[1]
+  for role, (_, requests, environment, iteration) in (
+    ("challenger", posed),
+    ("evidence", checked),
+    ("solver", solved),
+  ):
+    assert environment is world.tools.environments[role]
+    assert iteration == 5
+    for request in requests:
+      if role == "evidence":
+        assert request.sampling.temperature == 0.0
+        assert request.limits.turn_tokens == config.verifier.tokens
+        continue
+      assert request.sampling.temperature == config[role].temperature
+      assert request.limits.episode_tokens == config[role].episode_tokens
+      assert request.attempts == config[role].group_size
+  # Every proposal has a slot, also where a seed has two.
+  assert len(posed[1]) == 3
+  assert record.metrics["pool/empty_slots"] == max(
+    0, 6 - record.metrics["solver/questions"]
+  )
+  assert record.metrics["solver/questions"] > 3
+
+
+def test_the_solver_is_evaluated():
+  config, world, state, spy = spied()
+  with silent() as progress:
+    loop._evaluate(config, world, state, progress)
+  assert spy.loaded == [state.solver.params]
+  for _, requests, _, _ in spy.played:
+    assert all(r.sampling.temperature == 0.0 for r in requests)
+    assert all(r.limits.turns == config.eval.turns for r in requests)
+
+
+def test_settings_reach_the_engine():
+  for seed in (0, 1):
+    for deterministic in (True, False):
+      config = tiny_config(seed=seed, **{"engine.deterministic": deterministic})
+      world = tools.assemble(config, tools.read(config))
+      engine = world.tools.engine
+      assert (engine._seed, engine._deterministic) == (seed, deterministic)
+  zero = tools.assemble(tiny_config(), tools.read(tiny_config()))
+  differs = jax.tree.map(
+    lambda a, b: bool((a != b).any()), zero.reference, world.reference
+  )
+  assert any(jax.tree.leaves(differs))
+
+
+def test_a_harmful_skill_is_retired_within_the_iteration():
+  config, world, state, _ = spied()
+  bad = dataclasses.replace(
+    state.bank.skills[0], id="", origin="offline", description="Guess."
+  )
+  vector = world.tools.encoder.encode(["Guess."], "passage")
+  bank, _ = skill_bank.admit(state.bank, [bad], vector, 2.0, 1)
+  arrays, document = skill_bank.to_tree(bank)
+  arrays["retrieved"][15], arrays["harmful"][15] = 3, 50
+  bank = skill_bank.from_tree(arrays, document)
+  with silent() as progress:
+    after, record = loop.iteration(
+      dataclasses.replace(state, bank=bank), world, config, progress
+    )
+  assert after.bank.records[15].state == "retired"
+  assert record.metrics["bank/retired"] == 1
+
+
+def test_floor_and_fields_of_the_bank_reach_the_prompt():
+  config, world, state, _ = spied(**{"bank.fields": ("avoidance",)})
+  questions = world.texts.fixed
+  shown, blocks = loop.evaluation.show_skills(
+    state.bank, questions, world.tools, config
+  )
+  skill = shown[questions[0].id][0]
+  assert blocks[questions[0].id].splitlines()[1] == f"Avoid: {skill.avoidance}"
+  config.bank.min_score = 0.999
+  assert loop.evaluation.show_skills(
+    state.bank, questions, world.tools, config
+  ) == ({}, {})
+
+
+def test_a_question_must_leave_room_for_skills_and_a_turn():
+  config, world, _, _ = spied()
+  render, room = world.tools.render, config.solver.episode_tokens
+  words = 1
+  while tools.fits_solver(config, render, "why " * words):
+    words += 1
+  size = len(
+    render(tools.prompts.solver("why " * words, tools.prompts.HEADING))
+  )
+  over = size + config.bank.block_tokens + config.solver.turn_tokens - room
+  assert 0 < over < 8
+
+
 # --- stops -------------------------------------------------------------------
 
 
@@ -423,6 +656,23 @@ def test_an_outage_stops_before_the_update(tmp_path):
   ):
     loop.iteration(state, world, config, progress)
   assert (np.asarray(state.solver.params["norm"]["scale"]) == before).all()
+
+
+def test_an_outage_of_the_solvers_searches_alone_stops_too():
+  config, world, state, _ = spied()
+  world.tools.environments["solver"]._search = Broken()
+  with silent() as progress, pytest.raises(types.Stopped, match="stayed lost"):
+    loop.iteration(state, world, config, progress)
+
+
+def test_a_parser_that_misses_every_call_stops_the_first_iteration():
+  config, world, state, spy = spied()
+  spy.engine._script = lambda request, attempt, turn: "</search>"
+  with silent() as progress, pytest.raises(types.Stopped, match="no search"):
+    loop.iteration(state, world, config, progress)
+  later = dataclasses.replace(state, iteration=1)
+  with silent() as progress:
+    loop.iteration(later, world, config, progress)
 
 
 def test_searches_that_are_never_executed_stop_the_first_iteration():

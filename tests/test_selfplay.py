@@ -37,9 +37,11 @@ class Engine:
     self.losses = dict(losses or {})  # (request, attempt) -> times
     self.answer = answer
     self.calls = []
+    self.asked = []
 
   def play(self, weights, requests, environment, *, iteration, on_episode):
     self.calls.append([r.id for r in requests])
+    self.asked.append((environment, iteration, requests))
     episodes = []
     for request in requests:
       for attempt in range(request.attempts):
@@ -58,7 +60,7 @@ class Engine:
 def tools(engine):
   return types.Tools(
     engine=engine,
-    environments=dict.fromkeys(("solver", "challenger", "evidence")),
+    environments={n: n for n in ("solver", "challenger", "evidence")},
     search=None,
     encoder=None,
     distiller=None,
@@ -203,3 +205,34 @@ def test_evidence_answers(finish, expected):
   )
   assert found == [expected]
   assert episodes[0].arm == "evidence"
+
+
+def test_each_part_is_played_in_its_environment_and_iteration():
+  engine = Engine()
+  solve(engine, [question("a")])
+  selfplay.pose(
+    None,
+    [types.Seed("x", ("X",), 1)],
+    tools(engine),
+    iteration=2,
+    group_size=1,
+    searches={1: 1},
+    sampling=SAMPLING,
+    limits=LIMITS,
+  )
+  selfplay.as_evidence(
+    None,
+    [("k", "Which?", ())],
+    tools(engine),
+    iteration=3,
+    tokens=70,
+    max_tokens=8192,
+  )
+  assert [(e, i) for e, i, _ in engine.asked] == [
+    ("solver", 1),
+    ("challenger", 2),
+    ("evidence", 3),
+  ]
+  (request,) = engine.asked[-1][2]
+  assert request.sampling == types.Sampling(0.0)
+  assert request.limits == types.Limits(70, 8192, 1)

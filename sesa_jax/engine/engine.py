@@ -316,6 +316,12 @@ class _Play:
       ),
     )
 
+  def _spent(self, slot: _Playing) -> str:
+    """The limit that leaves this turn no further id, or ""."""
+    if len(slot.ids) - slot.turn_start >= slot.request.limits.turn_tokens:
+      return "turn_tokens"
+    return "episode_tokens" if self._room(slot) <= 0 else ""
+
   def _room(self, slot: _Playing) -> int:
     limit = min(slot.request.limits.episode_tokens, self._engine._length)
     return limit - len(slot.ids)
@@ -369,9 +375,11 @@ class _Play:
   def _apply(self, slot: _Playing, reply: types.Reply) -> str:
     """Applies a reply; returns the finish reason, or "" to play on."""
     if reply.kind == "go_on":
-      assert self._pause(slot).reason in ("stop", "eos"), reply
-      slot.stop_state = self._automaton.walk(slot.ids[slot.turn_start :])
-      return ""
+      if not (spent := self._spent(slot)):
+        slot.stop_state = self._automaton.walk(slot.ids[slot.turn_start :])
+        return ""
+      # The stop string that meant nothing took the last id of a limit.
+      reply = types.Reply("finish", finish=spent)
     end = len(slot.ids)
     observation = list(reply.ids) if reply.kind == "append" else []
     assert len(observation) <= self._room(slot), (len(observation), slot)
