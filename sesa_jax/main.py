@@ -10,6 +10,7 @@ run that had to stop in one line and exit code 1.
 from __future__ import annotations
 
 import difflib
+import errno
 import glob
 import logging
 import os
@@ -99,7 +100,7 @@ MODES: dict[str, Callable[[], None]] = {
 
 
 def _need(value, flag: str):
-  if value is None:
+  if not value:
     raise ValueError(f"--{flag} is missing; --mode={_MODE.value} needs it.")
   return value
 
@@ -119,7 +120,15 @@ def _parse(argv: Sequence[str]) -> None:
     raise ValueError(str(root if "config file" in str(error) else error)) from (
       error
     )
+  except (SyntaxError, ImportError) as error:
+    raise ValueError(
+      f"{_given(argv, 'config')} is not a config: {error}."
+    ) from error
   except (AttributeError, KeyError) as error:
+    if "get_config" in str(error):
+      raise ValueError(
+        f"{_given(argv, 'config')} is not a config: it has no get_config()."
+      ) from error
     raise ValueError(_unknown_field(argv, str(error))) from error
   except OSError as error:
     raise ValueError(
@@ -164,11 +173,21 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs a mode; returns the exit code."""
   _log_to_stderr()
   try:
-    _parse(sys.argv if argv is None else argv)
+    argv = sys.argv if argv is None else argv
+    if {"--help", "-h", "--helpfull"} & set(argv):
+      print(f"{__doc__}\n{FLAGS.module_help(sys.modules[__name__])}")
+      return 0
+    _parse(argv)
     MODES[_MODE.value]()
   except ValueError as error:
     print(f"error: {_one_line(error)}", file=sys.stderr)
     return 2
+  except OSError as error:
+    # A disk that is full or failing may be mended, and the run resumed.
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    said = f"{error.strerror}: {error.filename}"
+    print(f"{'stopped' if full else 'error'}: {said}", file=sys.stderr)
+    return 1 if full else 2
   except types.Stopped as error:
     print(f"stopped: {_one_line(error)}", file=sys.stderr)
     return 1

@@ -95,6 +95,8 @@ def check(config: Any) -> None:
         f"{name}.temperature = {role.temperature}: training samples, so it is "
         "above 0. (Evaluation is greedy whatever it is.)"
       )
+  if config.seed < 0:
+    raise ValueError(f"seed = {config.seed}: it must be at least 0.")
   positive = {
     "iterations": config.iterations,
     "questions": config.questions,

@@ -55,6 +55,10 @@ def command(*flags):
     (["--config=configs/tiny.py"], ["--workdir is missing"]),
     (["--workdir=w"], ["--config is missing"]),
     (["configs/tiny.py"], ["configs/tiny.py", "Flags begin with --"]),
+    (["--config=configs/tiny.py", "--workdir="], ["--workdir is missing"]),
+    (["--config=README.md", "--workdir=w"], ["README.md is not a config"]),
+    (["--config=configs/__init__.py"], ["has no get_config()"]),
+    (["--mode=show", "--workdir=README.md"], ["README.md"]),
   ],
 )
 def test_bad_flags(flags, says):
@@ -64,6 +68,13 @@ def test_bad_flags(flags, says):
   assert done.stderr.startswith("error: ")
   for words in says:
     assert words in done.stderr
+
+
+def test_help_names_flags_and_modes():
+  done = command("--help")
+  assert done.returncode == 0
+  assert "--start_from" in done.stdout
+  assert "--mode=show" in done.stdout
 
 
 def refused(tmp_path, monkeypatch, **changes):
@@ -102,6 +113,9 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"policy__source": "x"}, "Choices: hf, gguf, random"),
     ({"solver__temperature": 0.0}, "solver.temperature = 0.0"),
     ({"questions": 0}, "questions = 0"),
+    ({"seed": -1}, "seed = -1"),
+    ({"eval__turns": 0}, "eval.turns = 0"),
+    ({"bank__fields": ("desc",)}, "bank.fields = ('desc',)"),
     ({"questions": 1000}, "only 24 seeds"),
     ({"mesh__fsdp": 64}, "asks for 64 devices; 8 are present"),
     (
@@ -129,6 +143,17 @@ def test_a_corpus_line_without_text_names_file_and_line(tmp_path, monkeypatch):
   )
   line = refused(tmp_path, monkeypatch, corpus=(str(path),))
   assert f"{path}:2" in line
+
+
+def test_a_corpus_line_that_is_not_utf8_names_file_and_line(
+  tmp_path, monkeypatch
+):
+  path = tmp_path / "corpus.jsonl"
+  path.write_bytes(
+    b'{"id": "a", "title": "A", "text": "one"}\n\n{"id": "b\xff"}\n'
+  )
+  line = refused(tmp_path, monkeypatch, corpus=(str(path),))
+  assert f"{path}:3: not UTF-8" in line
 
 
 def test_an_empty_seed_list_is_an_error(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sesa_jax.data import lines
 from sesa_jax.language import ENGLISH, Language, as_targets
 from sesa_jax.types import Question, SearchEngine, SearchFailure
 
@@ -50,16 +51,13 @@ def load_questions(
     )
   source = source or f"{path.parent.name}/{path.stem}"
   questions = []
-  # Not splitlines: questions hold other line separators, such as U+2028.
-  for i, line in enumerate(_text(path).split("\n")):
-    if not line.strip():
-      continue
+  for number, line in lines.numbered(path):
     try:
       is_json = path.suffix == ".jsonl" or line.startswith("{")
       text, targets = _json_row(line) if is_json else _tsv_row(line)
     except ValueError as error:
-      raise ValueError(f"{path}:{i + 1}: {error}") from None
-    id = f"{source}/{i}"
+      raise ValueError(f"{path}:{number}: {error}") from None
+    id = f"{source}/{number - 1}"
     questions.append(Question(id, text, targets, hops, id, "fixed"))
   if not questions:
     raise ValueError(f"{path} holds no question.")
@@ -115,11 +113,6 @@ def normalized_text(
   """Returns the form in which two questions count as the same."""
   text = question if isinstance(question, str) else question.text
   return " ".join(language.tokens(text))
-
-
-def _text(path: Path) -> str:
-  # Bytes, because text mode would turn \r within a line into \n.
-  return path.read_bytes().decode("utf-8")
 
 
 def _json_row(line: str) -> tuple[str, tuple[str, ...]]:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from sesa_jax.data import lines
 from sesa_jax.types import Passage
 
 _PAIR = ("title", "text")
@@ -139,27 +140,23 @@ def _documents(path: Path) -> Iterator[Passage]:
 
 def _jsonl(path: Path) -> Iterator[Passage]:
   """Yields the documents of a JSONL corpus, a line each."""
-  # Not splitlines: text may hold other line separators, such as U+2028.
-  with path.open(encoding="utf-8", newline="\n") as lines:
-    for number, line in enumerate(lines, 1):
-      if not line.strip():
-        continue
-      try:
-        row = json.loads(line)
-      except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{number}: not JSON ({error}).") from None
-      if not isinstance(row, dict):
-        raise ValueError(f"{path}:{number}: not an object; expected {_FIELDS}.")
-      if "contents" in row:
-        title, text = split_contents(str(row["contents"] or ""))
-      else:
-        title, text = (str(row.get(key) or "").strip() for key in _PAIR)
-      if not text or str(row.get("id", "")).strip() == "":
-        raise ValueError(
-          f"{path}:{number}: a document without {'id' if text else 'text'}. "
-          f"Expected {_FIELDS}, found the fields {sorted(row)}."
-        )
-      yield Passage(str(row["id"]), title, text)
+  for number, line in lines.numbered(path):
+    try:
+      row = json.loads(line)
+    except json.JSONDecodeError as error:
+      raise ValueError(f"{path}:{number}: not JSON ({error}).") from None
+    if not isinstance(row, dict):
+      raise ValueError(f"{path}:{number}: not an object; expected {_FIELDS}.")
+    if "contents" in row:
+      title, text = split_contents(str(row["contents"] or ""))
+    else:
+      title, text = (str(row.get(key) or "").strip() for key in _PAIR)
+    if not text or str(row.get("id", "")).strip() == "":
+      raise ValueError(
+        f"{path}:{number}: a document without {'id' if text else 'text'}. "
+        f"Expected {_FIELDS}, found the fields {sorted(row)}."
+      )
+    yield Passage(str(row["id"]), title, text)
 
 
 def _leads(path: Path) -> Iterator[Passage]:
@@ -231,7 +228,7 @@ def _object(path: Path) -> dict:
   """Reads a JSON file that holds an object."""
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
-  except json.JSONDecodeError as error:
+  except ValueError as error:  # not JSON, or not UTF-8
     raise ValueError(f"{path}: not JSON ({error}).") from None
   if not isinstance(value, dict):
     raise ValueError(f"{path}: holds a {type(value).__name__}, not an object.")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sesa_jax.data import lines
 from sesa_jax.language import as_targets
 from sesa_jax.types import Passage, Seed
 
@@ -83,10 +84,7 @@ def from_jsonl(
   if hops is not None:
     _check_hops(hops)
   seeds = []
-  # Not splitlines: text may hold other line separators, such as U+2028.
-  for i, line in enumerate(path.read_text(encoding="utf-8").split("\n")):
-    if not line.strip():
-      continue
+  for number, line in lines.numbered(path):
     try:
       row = json.loads(line)
       count, answer = row["search_turns"], row["ground_truth"]
@@ -95,13 +93,13 @@ def from_jsonl(
       targets = as_targets(answer)
     except (KeyError, TypeError) as error:
       raise ValueError(
-        f"{path}:{i + 1}: expected the fields ground_truth and search_turns "
+        f"{path}:{number}: expected the fields ground_truth and search_turns "
         f"({error})."
       ) from None
     except ValueError as error:  # JSON's own errors are of this kind too
-      raise ValueError(f"{path}:{i + 1}: {error}") from None
+      raise ValueError(f"{path}:{number}: {error}") from None
     if hops is None or count in hops:
-      seeds.append(Seed(f"{path.stem}/{i}", targets, count))
+      seeds.append(Seed(f"{path.stem}/{number - 1}", targets, count))
   if not seeds:
     wanted = "" if hops is None else f" with hops in {sorted(set(hops))}"
     raise ValueError(f"The seed list is empty: {path} holds no seed{wanted}.")
