@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.console
+from absl import logging
 
 from sesa_jax import (
   checkpoint,
@@ -384,6 +385,7 @@ def run(
   store = checkpoint.Checkpoints(
     folder.path / "checkpoints", **config.checkpoint
   )
+  _warn_of_changes(before.get("hashes", {}), world.hashes)
   state = state_lib.begin(config, world, folder, store, parent)
   if manifest.strict(changed):
     manifest.keep_config(folder.path)
@@ -417,6 +419,17 @@ def run(
       )
   store.close()
   report.print_report(config, folder, cells)
+
+
+def _warn_of_changes(old: Mapping[str, str], new: Mapping[str, str]) -> None:
+  """Says if a run goes on with other prompts, texts or weights."""
+  changed = sorted(n for n in old.keys() & new.keys() if old[n] != new[n])
+  if changed:
+    logging.warning(
+      "The run goes on with other content than it began with: %s. Its numbers "
+      "before and after cannot be compared.",
+      ", ".join(changed),
+    )
 
 
 def _cells(folder, number: int, changed: Sequence[str]) -> list[dict]:

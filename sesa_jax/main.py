@@ -191,6 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except types.Stopped as error:
     print(f"stopped: {_one_line(error)}", file=sys.stderr)
     return 1
+  except KeyboardInterrupt:
+    print("stopped: interrupted; the same command resumes.", file=sys.stderr)
+    return 130
   return 0
 
 

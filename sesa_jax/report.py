@@ -77,6 +77,7 @@ def print_report(
   if cells:
     console.print(evaluation.table(cells))
     console.print(evaluation.caution(cells, config.eval.confidence))
+    console.print(_terms(config, folder.read_json("manifest.json", {})))
   rows = folder.read("metrics.jsonl")
   console.print(_played(rows))
   console.print(_distilled(folder.read("skills_history.jsonl")))
@@ -91,6 +92,19 @@ def print_report(
     ("checkpoints/", "policies, optimizers, bank, queue, pool"),
   ):
     console.print(f"  {name:<16} {what}", highlight=False)
+
+
+def _terms(config: Any, manifest: Mapping[str, Any]) -> str:
+  """Under what terms the scores hold: without them none can be compared."""
+  hashes = manifest.get("hashes", {})
+  names = ("prompts", "template", "corpus", "index", "questions")
+  return (
+    f"Judge: {manifest.get('judge')}. At most {config.eval.turns} turns, "
+    f"{config.solver.turn_tokens} tokens a turn, "
+    f"{config.solver.episode_tokens} an episode. "
+    + ", ".join(f"{name} {hashes.get(name, '-')[:8]}" for name in names)
+    + "."
+  )
 
 
 def _played(rows: Sequence[Mapping[str, Any]]) -> rich.table.Table:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ DISTILLERS = ("offline",)
 ENGINES = ("bm25",)
 SEED_SOURCES = ("titles", "jsonl")
 BANKS = ("none", "final")
+DTYPES = ("float32", "bfloat16")
 
 
 def locate(path: str) -> str:
@@ -90,33 +92,8 @@ def check(config: Any) -> None:
   for name in ("challenger", "solver"):
     role = config[name]
     grpo.check_baseline(f"{name}.baseline", role.baseline, role.group_size)
-    if role.temperature <= 0:
-      raise ValueError(
-        f"{name}.temperature = {role.temperature}: training samples, so it is "
-        "above 0. (Evaluation is greedy whatever it is.)"
-      )
-  if config.seed < 0:
-    raise ValueError(f"seed = {config.seed}: it must be at least 0.")
-  positive = {
-    "iterations": config.iterations,
-    "questions": config.questions,
-    "challenger.turns": config.challenger.turns,
-    "solver.turns": config.solver.turns,
-    "eval.turns": config.eval.turns,
-    "challenger.group_size": config.challenger.group_size,
-    "solver.group_size": config.solver.group_size,
-    "engine.slots": config.engine.slots,
-    "engine.prefill_chunk": config.engine.prefill_chunk,
-    "engine.steps_per_dispatch": config.engine.steps_per_dispatch,
-    "pool.empty_every": config.pool.empty_every,
-    "distillation.every": config.distillation.every,
-    "distillation.max_records": config.distillation.max_records,
-    "checkpoint.keep": config.checkpoint.keep,
-    "search.passage_words": config.search.passage_words,
-  }
-  for name, value in positive.items():
-    if value < 1:
-      raise ValueError(f"{name} = {value}: it must be at least 1.")
+  one_of("policy.compute_dtype", config.policy.compute_dtype, DTYPES)
+  _check_ranges(config)
   sharding.mesh(config.mesh.fsdp, config.mesh.tensor)
   packing.check_rows(config.learner.microbatch_rows, config.mesh.fsdp)
   backbone = weights.check(config.policy.source, locate(config.policy.path))
@@ -146,6 +123,97 @@ def slot_tokens(config: Any) -> int:
     config.solver.episode_tokens,
     config.verifier.max_tokens,
   )
+
+
+# Least and greatest value of every number, both allowed. None: no bound.
+_ROLE = {
+  "temperature": (1e-3, 100),  # training samples; evaluation is greedy
+  "turns": (1, None),
+  "turn_tokens": (1, None),
+  "episode_tokens": (2, None),
+  "learning_rate": (0, 1),
+  "warmup_updates": (0, None),
+  "minibatch_questions": (1, None),
+  "clip_low": (0, 1),
+  "clip_high": (0, None),
+  "kl_coefficient": (0, None),
+  "group_size": (1, None),
+}
+_RANGES = {
+  "seed": (0, 2**32 - 1),
+  "iterations": (1, None),
+  "questions": (1, None),
+  "lost_limit": (0, 1),
+  **{f"challenger.{name}": bounds for name, bounds in _ROLE.items()},
+  **{f"solver.{name}": bounds for name, bounds in _ROLE.items()},
+  "challenger.invalid_penalty": (0, None),
+  "challenger.min_searches": (0, None),
+  "mesh.fsdp": (1, None),
+  "mesh.tensor": (1, None),
+  "learner.std_epsilon": (0, None),
+  "learner.importance_cap": (1e-6, None),
+  "learner.adam_b1": (0, 1 - 1e-9),
+  "learner.adam_b2": (0, 1 - 1e-9),
+  "learner.adam_eps": (1e-30, None),
+  "learner.weight_decay": (0, None),
+  "learner.gradient_clip": (1e-9, None),
+  "learner.microbatch_rows": (1, None),
+  "learner.row_multiple": (1, None),
+  "learner.chunk_tokens": (1, None),
+  "engine.slots": (1, None),
+  "engine.steps_per_dispatch": (1, None),
+  "engine.prefill_chunk": (1, None),
+  "environment.passages_per_search": (1, None),
+  "environment.observation_tokens": (1, None),
+  "environment.max_malformed": (0, None),
+  "environment.max_answer_words": (1, None),
+  "environment.max_query_characters": (1, None),
+  "frontier.low": (0, 1),
+  "frontier.high": (0, 1),
+  "frontier.endpoint_penalty": (0, None),
+  "frontier.min_right": (0, None),
+  "frontier.min_wrong": (0, None),
+  "verifier.tokens": (1, None),
+  "verifier.max_tokens": (2, None),
+  "verifier.noise": (0, None),
+  "verifier.probes": (0, None),
+  "pool.empty_every": (1, None),
+  "bank.capacity": (1, None),
+  "bank.top": (0, None),
+  "bank.min_score": (-1, 1),
+  "bank.block_tokens": (0, None),
+  "bank.threshold": (-1, 1),
+  "bank.retire_after": (0, None),
+  "distillation.every": (1, None),
+  "distillation.min_pending": (1, None),
+  "distillation.max_records": (1, None),
+  "distillation.queue_size": (1, None),
+  "distillation.passage_tokens": (0, None),
+  "search.k1": (0, None),
+  "search.b": (0, 1),
+  "search.passage_words": (1, None),
+  "eval.every": (0, None),
+  "eval.turns": (1, None),
+  "eval.confidence": (0.01, 0.9999),
+  "checkpoint.keep": (1, None),
+  "checkpoint.milestone_every": (0, None),
+}
+
+
+def _check_ranges(config: Any) -> None:
+  for name, (least, greatest) in _RANGES.items():
+    section, _, field = name.rpartition(".")
+    value = (config[section] if section else config)[field]
+    if value is None:
+      continue
+    least = -math.inf if least is None else least
+    greatest = math.inf if greatest is None else greatest
+    if not least <= value <= greatest:  # NaN is in no range
+      raise ValueError(
+        f"{name} = {value}: it must be from {least:g} to {greatest:g}."
+        if greatest < math.inf
+        else f"{name} = {value}: it must be at least {least:g}."
+      )
 
 
 # --- text ------------------------------------------------------------------

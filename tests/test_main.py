@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from configs import common, tiny
 from sesa_jax import loop, manifest, metrics, tools
@@ -114,6 +115,13 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"solver__temperature": 0.0}, "solver.temperature = 0.0"),
     ({"questions": 0}, "questions = 0"),
     ({"seed": -1}, "seed = -1"),
+    ({"seed": 1 << 70}, "seed = "),
+    ({"learner__row_multiple": 0}, "learner.row_multiple = 0"),
+    ({"solver__minibatch_questions": 0}, "solver.minibatch_questions = 0"),
+    ({"lost_limit": -1.0}, "lost_limit = -1.0: it must be from 0 to 1"),
+    ({"eval__confidence": 1.0}, "eval.confidence = 1.0"),
+    ({"solver__learning_rate": float("nan")}, "solver.learning_rate = nan"),
+    ({"policy__compute_dtype": "int32"}, "Choices: float32, bfloat16"),
     ({"eval__turns": 0}, "eval.turns = 0"),
     ({"bank__fields": ("desc",)}, "bank.fields = ('desc',)"),
     ({"questions": 1000}, "only 24 seeds"),
@@ -234,6 +242,19 @@ def test_an_evaluation_question_never_reaches_the_pool(tmp_path):
   texts = tools.read(config)
   both = [q.text for q in texts.fixed if q.id.startswith("both/")]
   assert both == ["Which one is new?"]
+
+
+def test_every_number_of_the_config_has_a_range():
+  def numbers(config, path=""):
+    for name, value in config.items():
+      if isinstance(value, ConfigDict):
+        yield from numbers(value, f"{path}{name}.")
+      elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield f"{path}{name}"
+
+  found = set(numbers(common.get_config()))
+  maybe = {"challenger.min_searches", "bank.min_score"}  # None by default
+  assert found | maybe == set(tools._RANGES)
 
 
 def test_a_preset_has_the_last_word():
