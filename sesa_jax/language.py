@@ -56,6 +56,11 @@ class Language(Protocol):
     ...
 
 
+def question_key(text: str) -> str:
+  """Returns the form in which two questions count as the same one."""
+  return " ".join(ENGLISH.tokens(text))
+
+
 def as_targets(value: Any) -> tuple[str, ...]:
   """Reads an answer and its aliases from what data files and arrays hold.
 

@@ -30,8 +30,8 @@ from sesa_jax import (
 )
 from sesa_jax import state as state_lib
 from sesa_jax import tools as tools_lib
-from sesa_jax.data import benchmarks
 from sesa_jax.data import seeds as seeds_lib
+from sesa_jax.language import question_key
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import (
@@ -52,7 +52,8 @@ def iteration(
 
   Raises:
     types.Stopped: too many episodes stayed lost, no search was executed, or
-      updates had a loss that is not a number. The state is unharmed.
+      updates had a loss that is not a number. The checkpoint before is whole;
+      the given state's policies may be donated by then.
   """
   number = state.iteration + 1  # as people count
   tools, clock = world.tools, records.Clock()
@@ -91,6 +92,7 @@ def iteration(
     edge.proposals,
     config.challenger.temperature,
     progress,
+    state.iteration,
   )
   begin("update solver", len(edge.attempts))
   solver, learned_solving = _update(
@@ -100,6 +102,7 @@ def iteration(
     edge.attempts,
     config.solver.temperature,
     progress,
+    state.iteration,
   )
 
   # Stage 4, failure distillation. The bank changes here and nowhere else.
@@ -216,7 +219,7 @@ def _check(weights, posed, pool, world, config, number) -> Checked:
     return len(tools.render(prompt)) + verifier.tokens
 
   def refused(text):
-    if benchmarks.normalized_text(text) in tested:
+    if question_key(text) in tested:
       return "contaminated"
     fits = tools_lib.fits_solver(config, tools.render, text)
     return None if fits else "over_budget"
@@ -292,7 +295,7 @@ def _distill(bank, queue, tools, config, number):
   )
 
 
-def _update(learner, policy, reference, lessons, temperature, progress):
+def _update(learner, policy, reference, lessons, temperature, progress, before):
   """Updates one policy; a loss that stays not a number stops the run."""
   try:
     return learner.update(
@@ -304,7 +307,8 @@ def _update(learner, policy, reference, lessons, temperature, progress):
     )
   except learner_lib.NonFiniteUpdate as error:
     raise types.Stopped(
-      f"{error} The last good checkpoint is the newest in the run's folder."
+      f"{error} The last good checkpoint is the one of iteration {before}, in "
+      "the run's folder; the same command goes on from it."
     ) from error
 
 

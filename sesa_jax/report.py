@@ -16,7 +16,8 @@ def budget(config: Any) -> dict[str, int]:
   """Token-passes that each stage of an iteration may take at most.
 
   A token-pass is one token through the model once, forward; a backward pass
-  counts as two, rematerialisation and the reference as one each.
+  counts as two, rematerialisation and the reference as one each. Replays of
+  lost episodes come on top.
   """
   posed = config.questions * config.challenger.group_size
   solved = posed * config.solver.group_size
@@ -29,7 +30,8 @@ def budget(config: Any) -> dict[str, int]:
 
   return {
     "pose": posed * config.challenger.episode_tokens,
-    "verify": posed * config.verifier.max_tokens,
+    "verify": (posed + 2 * min(config.verifier.probes, posed))
+    * config.verifier.max_tokens,
     "solve": solved * config.solver.episode_tokens,
     "update challenger": update(config.challenger, posed),
     "update solver": update(config.solver, solved),

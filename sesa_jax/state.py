@@ -10,7 +10,7 @@ from absl import logging
 
 from sesa_jax import checkpoint, manifest, metrics, types
 from sesa_jax import tools as tools_lib
-from sesa_jax.data import benchmarks
+from sesa_jax.language import question_key
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation, priming, validity
 
@@ -62,10 +62,10 @@ def check_contamination(state: State, sets: Mapping[str, Sequence]) -> None:
   held = [q.text for q in state.pool.questions + state.pool.fixed]
   held += [record.question for record in state.queue]
   held += [record.skill.source_question for record in state.bank.records]
-  seen = {benchmarks.normalized_text(text) for text in held if text}
+  seen = {question_key(text) for text in held if text}
   for name, questions in sets.items():
     for question in questions:
-      if benchmarks.normalized_text(question) in seen:
+      if question_key(question.text) in seen:
         raise ValueError(
           f"The evaluation question {question.id} of {name} is in the run's "
           f"pool, queue or bank: {question.text!r}. Evaluate on other sets, or "

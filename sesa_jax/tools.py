@@ -25,7 +25,7 @@ from sesa_jax import distributed, environment, prompts, types
 from sesa_jax.data import benchmarks, corpus, seeds
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.judge import offline
-from sesa_jax.language import ENGLISH
+from sesa_jax.language import ENGLISH, question_key
 from sesa_jax.learner import grpo, packing
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.policy import model, sharding, tokenizer, weights
@@ -279,7 +279,7 @@ def _questions(name, spec, search, seed, without) -> tuple:
   for question in source:
     if spec.size and len(kept) == spec.size:
       break
-    text = benchmarks.normalized_text(question)
+    text = question_key(question.text)
     if text not in without:
       kept.setdefault(text, question)
   if not kept or len(kept) < spec.size:
@@ -419,7 +419,7 @@ def fits_solver(config: Any, render: Any, question: str) -> bool:
 def tested_texts(sets: Mapping[str, Any]) -> frozenset[str]:
   """Returns the normalised texts of all evaluation questions."""
   return frozenset(
-    benchmarks.normalized_text(question)
+    question_key(question.text)
     for questions in sets.values()
     for question in questions
   )
@@ -439,7 +439,8 @@ def _check_lengths(config: Any, texts: Texts, render: Any) -> None:
   room = config.challenger.episode_tokens - config.challenger.turn_tokens
   longest = sorted(texts.seeds, key=lambda s: -len(s.targets[0]))[:16]
   for seed in longest:
-    size = len(render(prompts.challenger(seed, seed.hops)))
+    searches = validity.searches_wanted(seed, config.challenger.min_searches)
+    size = len(render(prompts.challenger(seed, searches)))
     if size > room:
       raise ValueError(
         f"The prompt of seed {seed.id} has {size} tokens; beside "

@@ -36,6 +36,7 @@ class Engine:
   def __init__(self, losses=None, answer="seven"):
     self.losses = dict(losses or {})  # (request, attempt) -> times
     self.answer = answer
+    self.finish = "answer"
     self.calls = []
     self.asked = []
 
@@ -51,10 +52,16 @@ class Engine:
         episodes.append(
           episode(request, attempt, "lost")
           if lost
-          else episode(request, attempt, answer=self.answer)
+          else episode(request, attempt, self.finish, self.answer)
         )
     metrics = {"tokens/sampled": 10, "tokens/prefilled": 20, "seconds": 2.0}
     return engine_lib.Played(tuple(episodes), metrics)
+
+
+class Words:
+  def decode(self, ids, skip_special_tokens):
+    assert skip_special_tokens  # an end token is no part of an answer
+    return "own text"
 
 
 def tools(engine):
@@ -64,7 +71,7 @@ def tools(engine):
     search=None,
     encoder=None,
     distiller=None,
-    tokenizer=None,
+    tokenizer=Words(),
     language=ENGLISH,
     render=lambda prompt: tuple(prompt.user.encode()),
     on_episode=None,
@@ -191,14 +198,17 @@ def test_pose_asks_for_the_seed_and_its_hops():
 
 
 @pytest.mark.parametrize(
-  ("finish", "expected"), [("answer", "seven"), ("lost", None)]
+  ("finish", "expected"),
+  [("answer", "seven"), ("lost", None), ("turns", "own text")],
 )
 def test_evidence_answers(finish, expected):
   losses = {("evidence/k", 0): 99} if finish == "lost" else {}
+  engine = Engine(losses)
+  engine.finish = "answer" if finish == "lost" else finish
   found, episodes, _ = selfplay.as_evidence(
     None,
     [("k", "Which?", ())],
-    tools(Engine(losses)),
+    tools(engine),
     iteration=1,
     tokens=70,
     max_tokens=8192,

@@ -181,6 +181,15 @@ def test_own_passages_hide_among_those_of_four_others_with_another_target():
   assert order != sorted(order, reverse=True)
 
 
+def test_an_alias_is_no_other_target():
+  """Of three lenders and one that shares an alias, all but that one lend."""
+  (mine,) = named(proposal())
+  alias = named(proposal("alias", targets=("x", "the seine")))
+  (found,) = evidence([mine], [mine, *alias, *sources(3)])
+  lenders = {name.split("/")[0] for name in ids(found.noise)}
+  assert lenders == {"s0", "s1", "s2"}
+
+
 def test_noise_depends_on_its_key_only():
   mine, other = named(proposal(), proposal("b", targets=("Loire",)))
   pool = [mine, other, *sources(9)]

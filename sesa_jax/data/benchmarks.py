@@ -107,14 +107,6 @@ def answerable(
       yield question
 
 
-def normalized_text(
-  question: Question | str, language: Language = ENGLISH
-) -> str:
-  """Returns the form in which two questions count as the same."""
-  text = question if isinstance(question, str) else question.text
-  return " ".join(language.tokens(text))
-
-
 def _json_row(line: str) -> tuple[str, tuple[str, ...]]:
   row = json.loads(line)
   if not isinstance(row, dict):

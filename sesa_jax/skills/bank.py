@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 
 from sesa_jax import metrics, prompts
 from sesa_jax.distributed import host_cpu
-from sesa_jax.language import ENGLISH
+from sesa_jax.language import question_key
 from sesa_jax.retrieval.index import top_k
 from sesa_jax.types import Encoder, Outcome, Question, Skill
 
@@ -374,13 +374,13 @@ def top(
   vectors = encoder.encode([q.text for q in questions], "query")
   seeds = np.array([r.skill.source_seed for r in bank.records], object)
   texts = np.array(
-    [_key(r.skill.source_question) for r in bank.records], object
+    [question_key(r.skill.source_question) for r in bank.records], object
   )
   mask = np.tile(np.asarray(bank.active), (len(questions), 1))
   count = len(bank.records)
   for row, question in zip(mask, questions, strict=True):
     born = (seeds == question.seed_id) & (seeds != "")
-    born |= (texts == _key(question.text)) & (texts != "")
+    born |= (texts == question_key(question.text)) & (texts != "")
     row[:count] &= ~born.astype(bool)
   scores, rows = top_k(vectors, bank.embeddings, mask, k)
   floor = -np.inf if min_score is None else np.float32(min_score)
@@ -392,10 +392,6 @@ def top(
     )
     for question, found, close in zip(questions, rows, scores, strict=True)
   }
-
-
-def _key(text: str) -> str:
-  return " ".join(ENGLISH.tokens(text))
 
 
 def render(

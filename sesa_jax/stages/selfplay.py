@@ -222,7 +222,9 @@ def as_evidence(
   episodes, metrics = play(weights, requests, "evidence", tools, iteration)
   answers = []
   for episode in episodes:
-    own = " ".join(turn.text for turn in episode.turns)
+    own = tools.tokenizer.decode(
+      episode.ids[episode.mask], skip_special_tokens=True
+    )
     answer = episode.last("answer")
     lost = episode.finish == "lost"
     answers.append(None if lost else own if answer is None else answer)

@@ -20,7 +20,7 @@ import numpy as np
 
 from sesa_jax import types
 from sesa_jax.judge import scoring
-from sesa_jax.language import Language
+from sesa_jax.language import Language, question_key
 
 REFILLS = ("replay", "mask")
 MAX_ANSWER_WORDS = 32  # a longer one lists alternatives
@@ -318,11 +318,11 @@ def fill(
   None is drawn twice, nor one whose text is among the tasks. What a challenger
   wrote comes back with origin "replay".
   """
-  texts = {_same(task.text) for task in tasks}
+  texts = {question_key(task.text) for task in tasks}
   left = []
   for question in pool.questions + pool.fixed:
-    if _same(question.text) not in texts:
-      texts.add(_same(question.text))
+    if question_key(question.text) not in texts:
+      texts.add(question_key(question.text))
       left.append(question)
   wanted = max(0, min(count - len(tasks), len(left)))
   if not wanted:
@@ -335,10 +335,6 @@ def fill(
       for q in drawn
     ),
   ]
-
-
-def _same(text: str) -> str:
-  return " ".join(text.casefold().split())
 
 
 # --- the stage -------------------------------------------------------------
