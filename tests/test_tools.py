@@ -1,0 +1,100 @@
+"""From config to tools: values reach the place that they are meant for."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from configs import tiny
+from sesa_jax import tools
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+  monkeypatch.chdir(ROOT)
+
+
+def tiny_config(**changes):
+  config = tiny.get_config().copy_and_resolve_references()
+  config.unlock()
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+def test_assets_lie_in_their_folder(monkeypatch, tmp_path):
+  monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path))
+  assert tools.locate("assets:a/b.txt") == str(tmp_path / "a" / "b.txt")
+  assert tools.locate("a/b.txt") == "a/b.txt"
+  monkeypatch.delenv("SESA_JAX_ASSETS")
+  home = Path.home() / ".cache" / "sesa_jax" / "a"
+  assert tools.locate("assets:a") == str(home)
+
+
+def test_search_has_the_configs_numbers():
+  scores = [
+    tools.read(tiny_config(**{"search.k1": k1, "search.b": b}))
+    .search.search(["river France capital"], 3)[0][0]
+    .score
+    for k1, b in ((0.9, 0.4), (2.0, 0.4), (0.9, 1.0))
+  ]
+  assert len(set(scores)) == 3
+
+
+def test_sets_are_drawn_by_the_seed():
+  one, two, three = (
+    [
+      q.id
+      for q in tools.read(
+        tiny_config(seed=seed, **{"pool.fixed.tiny_pool.size": 4})
+      ).fixed
+    ]
+    for seed in (0, 0, 1)
+  )
+  assert one == two != three
+  assert len(set(one)) == 4
+
+
+def test_too_few_questions_is_an_error():
+  with pytest.raises(ValueError, match="99 questions asked for, 4 in"):
+    tools.read(tiny_config(**{"eval.sets.tiny_eval.size": 99}))
+
+
+def test_hashes_follow_what_they_name(tmp_path):
+  config = tiny_config()
+  texts = tools.read(config)
+  base = dict(tools.assemble(config, texts).hashes)
+  assert base == dict(tools.assemble(config, texts).hashes)
+  less = dataclasses.replace(texts, passages=texts.passages[:-1])
+  fewer = dataclasses.replace(texts, fixed=texts.fixed[:-1])
+  for changed, names in ((less, {"corpus", "index"}), (fewer, {"questions"})):
+    found = tools.assemble(config, changed).hashes
+    assert {n for n in base if base[n] != found[n]} == names
+
+
+def test_hashes_name_the_pins_of_the_assets(monkeypatch, tmp_path):
+  monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path))
+  lock = {"texts": {"pin": "abc", "files": {}}, "other": {"pin": "def"}}
+  (tmp_path / "assets.lock.json").write_text(json.dumps(lock))
+  (tmp_path / "texts").mkdir()
+  corpus = tmp_path / "texts" / "corpus.jsonl"
+  corpus.write_bytes(Path("tests/world/corpus.jsonl").read_bytes())
+  config = tiny_config(corpus=("assets:texts/corpus.jsonl",))
+  hashes = tools.assemble(config, tools.read(config)).hashes
+  assert hashes["assets/texts"] == "abc"
+  assert "assets/other" not in hashes
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"solver.episode_tokens": 330}, "Question tiny_"),
+    ({"challenger.episode_tokens": 200}, "The prompt of seed title/"),
+  ],
+)
+def test_prompts_that_leave_no_room_are_refused(changes, says):
+  config = tiny_config(**changes)
+  with pytest.raises(ValueError, match=says):
+    tools.assemble(config, tools.read(config))
