@@ -374,11 +374,11 @@ def run(
   tools_lib.check(config)
   values = metrics.plain(config.to_dict())
   changed = manifest.check_workdir(workdir, values, force_new=force_new)
-  folder = metrics.RunFolder(workdir, writes=distributed.is_lead())
-  before = folder.read_json("manifest.json", {})
+  reader = metrics.RunFolder(workdir, writes=False)  # makes no folder
+  before = reader.read_json("manifest.json", {})
   ancestor = before.get("parent")
   parent = (
-    state_lib.parent_of(start_from, folder.path, ancestor)
+    state_lib.parent_of(start_from, reader.path, ancestor)
     if start_from
     else None
   )
@@ -386,6 +386,18 @@ def run(
   console = rich.console.Console(stderr=True)
   console.print(report.plan(config, texts.sets))
   world = tools_lib.assemble(config, texts)
+  folder = metrics.RunFolder(workdir, writes=distributed.is_lead())
+  with folder.lock():
+    cells = _go(config, world, folder, parent, changed, command, start_from)
+  report.print_report(config, folder, cells)
+
+
+def _go(
+  config, world, folder, parent, changed, command, start_from
+) -> list[dict[str, Any]]:
+  """Begins or resumes, and runs to the end; returns all evaluation cells."""
+  values = metrics.plain(config.to_dict())
+  before = folder.read_json("manifest.json", {})
   store = checkpoint.Checkpoints(
     folder.path / "checkpoints", **config.checkpoint
   )
@@ -401,13 +413,13 @@ def run(
       config=values,
       hashes=world.hashes,
       judge="exact match",
-      parent=start_from or ancestor,
+      parent=start_from or before.get("parent"),
       before=before,
     ),
   )
   cells = _cells(folder, state.iteration, changed)
   folder.write_json("eval.json", cells)
-  left = _passes_left(config, texts, state.iteration, cells)
+  left = _passes_left(config, world.texts, state.iteration, cells)
   with metrics.Progress(left) as progress:
     world = _with_progress(world, progress)
     while True:
@@ -422,7 +434,7 @@ def run(
         store, folder, state, last=state.iteration == config.iterations
       )
   store.close()
-  report.print_report(config, folder, cells)
+  return cells
 
 
 def _warn_of_changes(old: Mapping[str, str], new: Mapping[str, str]) -> None:

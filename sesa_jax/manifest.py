@@ -200,6 +200,8 @@ def check_workdir(
     return []
   try:
     old = json.loads(path.read_text("utf-8"))
+    if not isinstance(old, dict):
+      raise ValueError("no object")
   except ValueError as error:
     raise ValueError(
       f"{path} is not JSON ({error}). Restore it, or name a new --workdir."

@@ -14,7 +14,9 @@ on), `skill_ids`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -111,6 +113,26 @@ class RunFolder:
     if writes:
       self.path.mkdir(parents=True, exist_ok=True)
 
+  @contextlib.contextmanager
+  def lock(self) -> Iterator[None]:
+    """Keeps other processes from writing here; a kill ends it too.
+
+    Raises:
+      ValueError: another process writes here.
+    """
+    if not self._writes:
+      yield
+      return
+    with (self.path / "run.lock").open("w") as file:
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        raise ValueError(
+          f"Another process runs in {self.path}. Wait for it, or name another "
+          "--workdir."
+        ) from error
+      yield
+
   def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Appends rows to one of `LOGS`, and waits until the disk has them."""
     assert name in LOGS, f"{name} is not one of the logs {LOGS}"
@@ -149,17 +171,23 @@ class RunFolder:
     """The value of a JSON file; `default` if there is none.
 
     Raises:
-      ValueError: the file is not JSON.
+      ValueError: the file is not JSON, or not of the default's type.
     """
     path = self.path / name
     if not path.exists():
       return default
     try:
-      return json.loads(path.read_bytes())
+      value = json.loads(path.read_bytes())
     except ValueError as error:
       raise ValueError(
         f"{path} is not JSON ({error}). Restore the file, or remove it."
       ) from error
+    if type(value) is not type(default):
+      raise ValueError(
+        f"{path} holds a {type(value).__name__}, not a "
+        f"{type(default).__name__}. Restore the file, or remove it."
+      )
+    return value
 
   def write_json(self, name: str, value: Any) -> None:
     """Replaces a JSON file: at any time the old or the new one is whole."""

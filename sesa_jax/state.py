@@ -48,6 +48,17 @@ def begin(config, world, folder, store, parent) -> State:
   else:
     state, events = start(config, world)
   check_contamination(state, world.texts.sets)
+  done = len(folder.read("metrics.jsonl"))
+  if newest is None and done > 1:  # one may have been cut off at its save
+    raise ValueError(
+      f"{folder.path} holds {done} iterations, but no checkpoint to go on from."
+      " Restore its checkpoints, or name a new --workdir."
+    )
+  if state.iteration > config.iterations:
+    raise ValueError(
+      f"iterations = {config.iterations}, but {state.iteration} are finished. "
+      "Name as many, or more to go on."
+    )
   folder.truncate(files)
   folder.append("skills_history.jsonl", events)
   folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
@@ -106,7 +117,15 @@ def restore(
     "challenger": world.challenger.abstract(),
     "solver": world.solver.abstract(),
   }
-  trees, host, arrays, files = store.restore(step, abstract)
+  try:
+    trees, host, arrays, files = store.restore(step, abstract)
+  except (KeyError, OSError, ValueError) as error:
+    others = [number for number in store.steps() if number != step]
+    raise ValueError(
+      f"The checkpoint of iteration {step} in {store.folder} is damaged, or of "
+      f"another model: {error} If it is damaged, remove its folder; whole ones "
+      f"may be those of iterations {others or 'none'}."
+    ) from error
   return State(
     iteration=host["iteration"],
     challenger=types.Policy(*trees["challenger"]),
@@ -128,6 +147,17 @@ def save(
 ) -> None:
   """Writes a checkpoint, and a milestone of the weights where one is due."""
   arrays, records = skill_bank.to_tree(state.bank)
+  try:
+    _save(store, folder, state, arrays, records, last)
+  except (OSError, ValueError) as error:  # Orbax's own, of a full disk
+    raise types.Stopped(
+      f"The checkpoint of iteration {state.iteration} could not be written to "
+      f"{store.folder}: {str(error)[:300]} The same command goes on from the "
+      "one before."
+    ) from error
+
+
+def _save(store, folder, state, arrays, records, last) -> None:
   store.save(
     state.iteration,
     trees={"challenger": state.challenger, "solver": state.solver},

@@ -52,11 +52,20 @@ def locate(path: str) -> str:
 
   `assets:NAME/...` lies in the folder SESA_JAX_ASSETS, by default
   ~/.cache/sesa_jax.
+
+  Raises:
+    ValueError: there is no such asset.
   """
   if not path.startswith(ASSETS):
     return path
   root = os.environ.get("SESA_JAX_ASSETS") or "~/.cache/sesa_jax"
-  return str(Path(root).expanduser() / path.removeprefix(ASSETS))
+  found = Path(root).expanduser() / path.removeprefix(ASSETS)
+  if not found.exists():
+    raise ValueError(
+      f"{path} is not in the assets folder {root}. Fetch it with "
+      "`python third_party/fetch.py --set=demo`, or set SESA_JAX_ASSETS."
+    )
+  return str(found)
 
 
 # --- the config ------------------------------------------------------------
@@ -80,6 +89,13 @@ def check(config: Any) -> None:
   one_of("learner.loss", config.learner.loss, grpo.LOSSES)
   for mode in config.eval.banks:
     one_of("eval.banks", mode, BANKS)
+  if len(set(config.eval.banks)) != len(config.eval.banks) or (
+    config.eval.sets and not config.eval.banks
+  ):
+    raise ValueError(
+      f"eval.banks = {tuple(config.eval.banks)!r}: name each mode once, and at "
+      f"least one. Choices: {', '.join(BANKS)}."
+    )
   skill_bank.check_fields(config.bank.fields)
   validity.check_refill(config.pool.refill)
   frontier.check(
@@ -269,6 +285,8 @@ def read(config: Any) -> Texts:
 
 def _questions(name, spec, search, seed, without) -> tuple:
   """Draws a set's questions, none of them in `without` or twice."""
+  if spec.size < 0:
+    raise ValueError(f"{name}: size = {spec.size}; 0 takes all questions.")
   questions = benchmarks.load_questions(locate(spec.path), source=name)
   if spec.answerable:
     source = benchmarks.answerable(questions, search, seed=seed)
@@ -451,11 +469,13 @@ def _check_lengths(config: Any, texts: Texts, render: Any) -> None:
 
 def _assets(config: Any) -> dict[str, str]:
   """The pins of the assets that a config names, as they were fetched."""
+  named = set(re.findall(rf"{ASSETS}([\w.-]+)", config.to_json()))
+  if not named:
+    return {}
   lock = Path(locate(ASSETS)) / "assets.lock.json"
   if not lock.is_file():
     return {}
   fetched = json.loads(lock.read_text("utf-8"))
-  named = set(re.findall(rf"{ASSETS}([\w.-]+)", config.to_json()))
   return {
     f"assets/{name}": str(fetched[name]["pin"])
     for name in sorted(named & fetched.keys())

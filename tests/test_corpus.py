@@ -222,3 +222,14 @@ def test_real_corpora():
   assert not any(tag in p.text for p in passages for tag in ("<br", "&nbsp;"))
   titles = {p.title for p in passages}
   assert {"Germany", "European Union", "World", "Eiffel Tower"} <= titles
+
+
+@pytest.mark.parametrize(
+  "line",
+  ['{"id": "a", "title": "t", "text": 5}', '{"id": 1, "contents": 5}'],
+)
+def test_fields_that_are_no_text_are_named(tmp_path, line):
+  path = tmp_path / "corpus.jsonl"
+  path.write_text(line + "\n")
+  with pytest.raises(ValueError, match=r"corpus.jsonl:1: .* must be text"):
+    corpus.load(path)

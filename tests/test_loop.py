@@ -304,6 +304,7 @@ def test_the_run_leaves_all_its_files(scripted):
   assert names == {
     "config.json",
     "manifest.json",
+    "run.lock",
     "metrics.jsonl",
     "episodes",
     "questions.jsonl",
@@ -862,6 +863,87 @@ def test_a_run_can_be_lengthened_and_keeps_its_manifests(tmp_path):
   assert {"prompts", "template", "corpus", "index", "encoder"} <= set(
     manifest["hashes"]
   )
+
+
+@pytest.fixture
+def finished(scripted, tmp_path):
+  """A copy of the scripted run, to damage; and its config."""
+  folder = tmp_path / "run"
+  shutil.copytree(scripted.path, folder)
+  return folder, tiny_config(**SCRIPTED, iterations=3)
+
+
+@pytest.mark.parametrize(
+  ("damage", "says"),
+  [
+    (lambda w: shutil.rmtree(w / "checkpoints"), "3 iterations, but no check"),
+    (lambda w: (w / "eval.json").write_text("{}"), "eval.json holds a dict"),
+    (lambda w: (w / "config.json").write_text("[]"), "config.json is not JSON"),
+    (
+      lambda w: (w / "manifest.json").write_text("[1]"),
+      "manifest.json holds a list",
+    ),
+    (
+      lambda w: shutil.rmtree(w / "checkpoints" / "3" / "solver"),
+      r"iteration 3.*damaged.*whole ones may be those of iterations \[2\]",
+    ),
+    (
+      lambda w: shutil.rmtree(w / "checkpoints" / "3" / "record"),
+      r"iteration 3.*damaged.*whole ones may be those of iterations \[2\]",
+    ),
+  ],
+)
+def test_a_damaged_folder_is_named_and_left_alone(finished, damage, says):
+  folder, config = finished
+  damage(folder)
+  before = sorted(p.name for p in folder.rglob("*.jsonl*"))
+  with driver.playing_the_script(), pytest.raises(ValueError, match=says):
+    loop.run(config, str(folder))
+  assert sorted(p.name for p in folder.rglob("*.jsonl*")) == before
+
+
+def test_fewer_iterations_than_finished_is_an_error(finished):
+  folder, config = finished
+  config.iterations = 2
+  with (
+    driver.playing_the_script(),
+    pytest.raises(ValueError, match="iterations = 2, but 3 are finished"),
+  ):
+    loop.run(config, str(folder))
+
+
+def test_two_runs_in_one_folder_are_refused(finished):
+  folder, config = finished
+  with (
+    driver.playing_the_script(),
+    metrics.RunFolder(folder).lock(),
+    pytest.raises(ValueError, match="Another process runs in"),
+  ):
+    loop.run(config, str(folder))
+  with driver.playing_the_script():
+    loop.run(config, str(folder))
+
+
+def test_a_refused_start_leaves_no_folder(tmp_path):
+  config = tiny_config(**{"solver.episode_tokens": 330})
+  with pytest.raises(ValueError, match="too long"):
+    loop.run(config, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
+
+
+def test_a_disk_that_is_full_stops_the_run(finished, monkeypatch):
+  folder, config = finished
+  config.iterations = 4
+
+  def full(*args, **more):
+    raise ValueError("RESOURCE_EXHAUSTED: no space left on device")
+
+  monkeypatch.setattr(loop.checkpoint.Checkpoints, "save", full)
+  with (
+    driver.playing_the_script(),
+    pytest.raises(types.Stopped, match="iteration 4 could not be written.*RES"),
+  ):
+    loop.run(config, str(folder))
 
 
 def test_force_new_goes_on_and_evaluates_anew(tmp_path):

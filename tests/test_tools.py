@@ -26,10 +26,16 @@ def tiny_config(**changes):
 
 def test_assets_lie_in_their_folder(monkeypatch, tmp_path):
   monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path))
+  with pytest.raises(ValueError, match=r"assets:a/b.txt.*fetch.py --set=demo"):
+    tools.locate("assets:a/b.txt")
+  (tmp_path / "a").mkdir()
+  (tmp_path / "a" / "b.txt").write_text("")
   assert tools.locate("assets:a/b.txt") == str(tmp_path / "a" / "b.txt")
   assert tools.locate("a/b.txt") == "a/b.txt"
   monkeypatch.delenv("SESA_JAX_ASSETS")
-  home = Path.home() / ".cache" / "sesa_jax" / "a"
+  monkeypatch.setenv("HOME", str(tmp_path))
+  home = tmp_path / ".cache" / "sesa_jax" / "a"
+  home.mkdir(parents=True)
   assert tools.locate("assets:a") == str(home)
 
 

@@ -147,10 +147,17 @@ def _jsonl(path: Path) -> Iterator[Passage]:
       raise ValueError(f"{path}:{number}: not JSON ({error}).") from None
     if not isinstance(row, dict):
       raise ValueError(f"{path}:{number}: not an object; expected {_FIELDS}.")
-    if "contents" in row:
-      title, text = split_contents(str(row["contents"] or ""))
+    fields = ("contents",) if "contents" in row else _PAIR
+    values = [row.get(key) or "" for key in fields]
+    if not all(isinstance(value, str) for value in values):
+      raise ValueError(
+        f"{path}:{number}: {' and '.join(fields)} must be text. Expected "
+        f"{_FIELDS}."
+      )
+    if len(values) == 1:
+      title, text = split_contents(values[0])
     else:
-      title, text = (str(row.get(key) or "").strip() for key in _PAIR)
+      title, text = (value.strip() for value in values)
     if not text or str(row.get("id", "")).strip() == "":
       raise ValueError(
         f"{path}:{number}: a document without {'id' if text else 'text'}. "

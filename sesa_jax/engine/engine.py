@@ -105,7 +105,7 @@ class Engine:
     self._end_ids = jnp.asarray(end_ids, jnp.int32)
     self._slots = slots
     self._length = length
-    self._chunk = prefill_chunk
+    self._chunk = min(prefill_chunk, length)
     self._steps = steps_per_dispatch
     self._deterministic = deterministic
     self._dtype = jnp.dtype(dtype)
