@@ -488,6 +488,7 @@ def test_start_from_without_such_a_checkpoint(scripted, tmp_path):
     loop.run(config, str(tmp_path / "w"), start_from=str(scripted.path))
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bytes(tmp_path):
   """With the real engine."""
   found = []
@@ -787,6 +788,7 @@ class Flaky:
     return self.search_.search(queries, k)
 
 
+@pytest.mark.slow
 def test_a_lost_question_is_out_as_a_whole():
   """UNKNOWN, end to end: no reward, no lesson, no credit, no record."""
   config, world, state, spy = spied(lost_limit=0.9)
@@ -831,6 +833,7 @@ def test_a_lost_question_is_out_as_a_whole():
   assert all(r["reward"] is None and r["success"] is None for r in proposal)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_lengthened_equals_a_straight_one(tmp_path):
   """With the real engine: its keys and states survive a restart."""
   small = {"eval.banks": ("none",)}
@@ -846,6 +849,7 @@ def test_a_run_that_was_lengthened_equals_a_straight_one(tmp_path):
 # --- folders that live on ----------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_can_be_lengthened_and_keeps_its_manifests(tmp_path):
   folder = tmp_path / "run"
   with driver.playing_the_script():
@@ -946,6 +950,7 @@ def test_a_disk_that_is_full_stops_the_run(finished, monkeypatch):
     loop.run(config, str(folder))
 
 
+@pytest.mark.slow
 def test_force_new_goes_on_and_evaluates_anew(tmp_path):
   folder = tmp_path / "run"
   with driver.playing_the_script():
