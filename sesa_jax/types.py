@@ -73,9 +73,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Sampling:
-  """How a token is drawn: softmax(logits / temperature), or argmax at 0."""
+  """How a token is drawn: softmax(logits / temperature), or argmax at 0.
+
+  The cut-offs are for evaluation: a training step's ratio needs logprobs over
+  the support that was sampled from.
+  """
 
   temperature: float = 1.0
+  top_p: float = 1.0  # least mass that the likeliest ids must reach; 1 is off
+  top_k: int = 0  # likeliest ids that stay; 0 is off
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ class Reply:
   argument: str = ""  # the query, the answer or the question
   passages: tuple[Passage, ...] = ()
   note: str = ""  # why a turn is malformed, why a call is lost
+  turn_tokens: int | None = None  # limit of the next turn, if not the request's
 
 
 @dataclass(frozen=True)

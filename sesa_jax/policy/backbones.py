@@ -39,6 +39,14 @@ class Backbone:
   qkv_bias: bool  # Qwen2
   context: int  # tokens that the weights were trained for
   rope_scaling: LlamaRope | None = None
+  vocab_multiple: int = (
+    1  # tables are padded to it, so that a mesh can cut them
+  )
+
+  @property
+  def table_rows(self) -> int:
+    """Rows of embedding and head: V, and padding that no id ever names."""
+    return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
   def __post_init__(self) -> None:
     """Refuses shapes that the decoder cannot have."""

@@ -8,7 +8,8 @@ a plain dict of arrays:
      "norm": {"scale": [D]}, "head": {"embedding": [V, D]}  # if untied}
 
 `hidden` (training) and `decode` (rollout) run the same `Block`; they differ in
-who does the attention.
+who does the attention, and in who cuts the weights: the compiler in training,
+`decode` itself under `shard_map`. V is padded to `Backbone.table_rows`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,14 @@ class Block(nnx.Module):
     self.up = linear(dim, backbone.ffn)
     self.down = linear(backbone.ffn, dim)
 
-  def __call__(self, x: Array, rope: tuple[Array, Array], attend: Attend):
-    """Maps [B, T, D] to [B, T, D]."""
+  def __call__(
+    self,
+    x: Array,
+    rope: tuple[Array, Array],
+    attend: Attend,
+    total: Callable[[Array], Array],
+  ) -> Array:
+    """Maps [..., D] to [..., D]; `total` adds up over devices with a share."""
     y = self.attention_norm(x)
     q, k, v = (
       projection(y).reshape(*x.shape[:-1], -1, self.head_dim)
@@ -70,9 +77,9 @@ class Block(nnx.Module):
     if self.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     mixed = attend(_rotate(q, rope), _rotate(k, rope), v)
-    x = x + self.o(mixed.reshape(*x.shape[:-1], -1))
+    x = x + total(self.o(mixed.reshape(*x.shape[:-1], -1)))
     y = self.ffn_norm(x)
-    return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+    return x + total(self.down(jax.nn.silu(self.gate(y)) * self.up(y)))
 
 
 class Ends(nnx.Module):
@@ -82,7 +89,7 @@ class Ends(nnx.Module):
     """Makes embedding, last norm and, where it is not tied, the head."""
     table = functools.partial(
       nnx.Embed,
-      backbone.vocab_size,
+      backbone.table_rows,
       backbone.dim,
       embedding_init=_normal,
       rngs=rngs,
@@ -136,6 +143,7 @@ def hidden(
   *,
   compute_dtype: Any,
   remat: bool,
+  attention: Callable[[Array, Array, Array, Array], Array] = train_attention,
 ) -> Float[Array, "B T D"]:
   """The training forward, up to the last norm.
 
@@ -148,15 +156,16 @@ def hidden(
       earlier tokens of its own segment only.
     compute_dtype: of activations, and of weights when they are used.
     remat: keep only each layer's input for the backward pass.
+    attention: (q, k, v, segments) as `attention.train_attention`.
   """
   rope = _rope(graphdef.backbone, positions_BT)
 
   def attend(q: Array, k: Array, v: Array) -> Array:
-    return train_attention(q, k, v, segments_BT)
+    return attention(q, k, v, segments_BT)
 
   def step(x: Array, layer: Params) -> tuple[Array, None]:
     block = nnx.merge(graphdef.block, _cast(layer, compute_dtype))
-    return block(x, rope, attend), None
+    return block(x, rope, attend, _whole), None
 
   # Inside a scan nothing can be merged with the forward pass anyway.
   body = jax.checkpoint(step, prevent_cse=False) if remat else step
@@ -167,19 +176,49 @@ def hidden(
 
 
 def logits(
-  graphdef: Decoder, params: Params, hidden: Float[Array, "... D"]
+  graphdef: Decoder,
+  params: Params,
+  hidden: Float[Array, "... D"],
+  axis: str | None = None,
 ) -> Float[Array, "... V"]:
   """Scores every token: hidden @ head^T, float32 sums of hidden's dtype.
 
-  Takes the masters as well as the rollout's copy of `unstack`.
+  Takes the masters as well as the rollout's copy of `unstack`. Padded rows of
+  the table score -inf: they are in no sum and never drawn.
+
+  Args:
+    graphdef: of `build`.
+    params: of `init` or `unstack`.
+    hidden: after the last norm.
+    axis: of the `shard_map` around that cuts the table; V is then a share.
   """
   name = "embed" if graphdef.backbone.tied else "head"
-  return jnp.einsum(
+  table = params[name]["embedding"]
+  scores = jnp.einsum(
     "...d,vd->...v",
     hidden,
-    params[name]["embedding"].astype(hidden.dtype),
+    table.astype(hidden.dtype),
     preferred_element_type=jnp.float32,
   )
+  backbone = graphdef.backbone
+  if backbone.table_rows == backbone.vocab_size:
+    return scores
+  ids = jnp.arange(table.shape[0]) + _first_row(table, axis)
+  return jnp.where(ids < backbone.vocab_size, scores, -jnp.inf)
+
+
+def _first_row(table: Array, axis: str | None) -> Array | int:
+  return jax.lax.axis_index(axis) * table.shape[0] if axis else 0
+
+
+def _lookup(table: Array, ids: Array, axis: str | None) -> Array:
+  """Rows of a table that `axis` may have cut: each id has one owner."""
+  if not axis:
+    return table[ids]
+  own = ids - _first_row(table, axis)
+  mine = (own >= 0) & (own < table.shape[0])
+  rows = table[jnp.where(mine, own, 0)]
+  return jax.lax.psum(jnp.where(mine[..., None], rows, 0), axis)
 
 
 def unstack(params: Params, dtype: Any) -> Params:
@@ -196,27 +235,35 @@ def unstack(params: Params, dtype: Any) -> Params:
 def decode(
   graphdef: Decoder,
   rollout: Params,
-  ids_BT: Int[Array, "B T"],
-  positions_BT: Int[Array, "B T"],
+  ids: Int[Array, " *n"],
+  positions: Int[Array, " *n"],
   attend: Callable[[int, Array, Array, Array], Array],
-) -> Float[Array, "B T D"]:
+  axis: str | None = None,
+) -> Float[Array, "... D"]:
   """The rollout's forward, in the dtype of its weights.
 
   Args:
     graphdef: of `build`.
-    rollout: of `unstack`.
-    ids_BT: new token ids; T is 1 when sampling, a chunk when prefilling.
-    positions_BT: of each in its sequence.
-    attend: (layer, q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> [B,T,N,H]; q and k
-      are normed and rotated. The cache is the caller's: it writes k and v
+    rollout: of `unstack`; under `shard_map`, a device's share.
+    ids: new token ids.
+    positions: of each in its sequence.
+    attend: (layer, q [...,N,H], k [...,K,H], v [...,K,H]) -> [...,N,H]; q and
+      k are normed and rotated. The cache is the caller's: it writes k and v
       into it and reads from it here.
+    axis: of the `shard_map` around that cuts heads, ffn and vocabulary; N and K
+      are then this device's.
   """
-  rope = _rope(graphdef.backbone, positions_BT)
-  x = rollout["embed"]["embedding"][ids_BT]
+  rope = _rope(graphdef.backbone, positions)
+  x = _lookup(rollout["embed"]["embedding"], ids, axis)
+  total = functools.partial(jax.lax.psum, axis_name=axis) if axis else _whole
   for index, layer in enumerate(rollout["layers"]):
     block = nnx.merge(graphdef.block, layer)
-    x = block(x, rope, functools.partial(attend, index))
+    x = block(x, rope, functools.partial(attend, index), total)
   return nnx.merge(graphdef.norm, rollout["norm"])(x)
+
+
+def _whole(x: Array) -> Array:
+  return x
 
 
 def _cast(params: Params, dtype: Any) -> Params:
@@ -224,7 +271,7 @@ def _cast(params: Params, dtype: Any) -> Params:
 
 
 def _rope(backbone: Backbone, positions: Array) -> tuple[Array, Array]:
-  """Cosines and sines [B, T, 1, H / 2] of each position, float32.
+  """Cosines and sines [..., 1, H / 2] of each position, float32.
 
   Source: Su et al. 2021, arXiv:2104.09864.
   """

@@ -1,11 +1,13 @@
-"""Where weights live on the training mesh, `fsdp` x `tensor`.
+"""Where weights live: on the training mesh and on the rollout's.
 
-One table takes a leaf's path to logical axes, another these to mesh axes; the
-model knows neither.
+One table takes a leaf's path to logical axes, another these to the axes of a
+mesh: `fsdp` x `tensor` in training, `data` x `tensor` in a rollout, whose data
+shards hold all weights each. The model knows neither.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +17,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sesa_jax.policy.backbones import Backbone
 
 _MESH_AXES = {
-  "layer": None,
   "dim": "fsdp",
   "ffn": "tensor",
   "heads": "tensor",
   "kv_heads": "tensor",
   "vocab": "tensor",
-  "norm": None,  # too small to be worth a collective
+  # Not "layer", nor "norm", which is too small to be worth a collective.
 }
 
 # Optimizer states end in the same paths.
@@ -61,12 +62,34 @@ def mesh(
       f"devices; {len(devices)} are present ({devices[0].platform}). Their "
       f"product must be from 1 to {len(devices)}."
     )
+  return _mesh((fsdp, tensor), ("fsdp", "tensor"), devices[: fsdp * tensor])
+
+
+def rollout_mesh(
+  tensor: int, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+  """Arranges a host's devices as `data` x `tensor`; its own by default.
+
+  Raises:
+    ValueError: the devices do not divide by `tensor`.
+  """
+  devices = jax.local_devices() if devices is None else devices
+  if tensor < 1 or len(devices) % tensor:
+    fit = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+    raise ValueError(
+      f"mesh.rollout_tensor = {tensor} does not divide a host's "
+      f"{len(devices)} devices. Sizes that do: {', '.join(map(str, fit))}."
+    )
+  return _mesh((len(devices) // tensor, tensor), ("data", "tensor"), devices)
+
+
+def _mesh(shape, names, devices) -> Mesh:
   return jax.make_mesh(
-    (fsdp, tensor),
-    ("fsdp", "tensor"),
+    shape,
+    names,
     # Explicit axes, the default, would make every function name its shardings.
-    axis_types=(AxisType.Auto,) * 2,
-    devices=devices[: fsdp * tensor],
+    axis_types=(AxisType.Auto,) * len(shape),
+    devices=devices,
   )
 
 
@@ -81,7 +104,6 @@ def check(backbone: Backbone, *, fsdp: int, tensor: int) -> None:
     ("heads", backbone.heads, "tensor"): tensor,
     ("kv_heads", backbone.kv_heads, "tensor"): tensor,
     ("ffn", backbone.ffn, "tensor"): tensor,
-    ("vocab_size", backbone.vocab_size, "tensor"): tensor,
     ("dim", backbone.dim, "fsdp"): fsdp,
   }
   for (name, size, axis), parts in sizes.items():
@@ -100,22 +122,30 @@ def shardings(mesh: Mesh, tree: Any) -> Any:
   """Returns a `NamedSharding` for each leaf, in the tree's structure.
 
   Args:
-    mesh: of `mesh`.
-    tree: params, stacked, or an optimizer's state over them; arrays or shapes.
-      A leaf without axes, such as a count, is replicated.
+    mesh: of `mesh` or `rollout_mesh`.
+    tree: params, stacked or of `model.unstack`, or an optimizer's state over
+      them; arrays or shapes. A leaf without axes, such as a count, is
+      replicated.
 
   Raises:
     ValueError: a leaf has a path that the table does not know.
   """
 
   def leaf_sharding(path: Any, leaf: Any) -> NamedSharding:
-    if not leaf.shape:
-      return NamedSharding(mesh, PartitionSpec())
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    for known, axes in _LOGICAL_AXES.items():
-      if f"/{name}".endswith(f"/{known}") and len(axes) == len(leaf.shape):
-        spec = PartitionSpec(*(_MESH_AXES[axis] for axis in axes))
-        return NamedSharding(mesh, spec)
-    raise ValueError(f"No logical axes are known for {name} {leaf.shape}.")
+    axes = _logical_axes(path, leaf.shape) if leaf.shape else ()
+    placed = (_MESH_AXES.get(axis) for axis in axes)
+    spec = (axis if axis in mesh.axis_names else None for axis in placed)
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
   return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
+
+
+def _logical_axes(path: Any, shape: tuple[int, ...]) -> tuple[str, ...]:
+  name = jax.tree_util.keystr(path, simple=True, separator="/")
+  stacked = re.sub(r"layers/\d+/", "layers/", name)
+  for known, axes in _LOGICAL_AXES.items():
+    if f"/{stacked}".endswith(f"/{known}"):
+      axes = axes if stacked == name else axes[1:]  # one layer has no such axis
+      if len(axes) == len(shape):
+        return axes
+  raise ValueError(f"No logical axes are known for {name} {shape}.")
