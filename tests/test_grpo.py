@@ -13,7 +13,12 @@ with install_import_hook("sesa_jax.learner.grpo", "beartype.beartype"):
   from sesa_jax.learner import grpo
 
 KEYWORDS = dict(
-  clip_low=0.2, clip_high=0.285, kl_coefficient=0.01, importance_cap=2.0
+  ratio="token",
+  clip_low=0.2,
+  clip_high=0.285,
+  kl_coefficient=0.01,
+  entropy_coefficient=0.0,
+  importance_cap=2.0,
 )
 
 
@@ -127,12 +132,14 @@ def tokens(seed, rows=4, length=9, spread=0.7):
     ),
     advantages=np.float32(advantages),
     weights=np.float32(mask / counts),
+    shares=np.float32(mask / counts),
     mask=mask,
+    segments=np.ones(mask.shape, np.int32),
   )
 
 
 def run(values, **changes):
-  return grpo.clipped_loss(
+  return grpo.policy_loss(
     *(jnp.asarray(value) for value in values.values()), **(KEYWORDS | changes)
   )
 
@@ -213,13 +220,15 @@ def test_only_new_logprobs_have_a_gradient_at_an_advantage_of_one():
   one = jnp.ones((1, 1))
   gradient = jax.grad(
     lambda new: (
-      grpo.clipped_loss(
+      grpo.policy_loss(
         new,
         *(-one,) * 3,
         one,
         3 * one,
         one,
+        one,
         jnp.ones((1, 1), bool),
+        jnp.ones((1, 1), int),
         **KEYWORDS,
       ).loss
     )
@@ -240,13 +249,15 @@ def test_kl_of_observed_tokens_does_not_count():
 
   reference = np.array([[d_of(x) for x in (0.1, 0.1, 9, 9, 9, 0.1)]])
   zeros = jnp.zeros((1, 6))
-  sums = grpo.clipped_loss(
+  sums = grpo.policy_loss(
     *(zeros,) * 3,
     jnp.float32(reference),
     zeros,
     zeros,
     jnp.float32(mask / 3),
+    jnp.float32(mask / 3),
     jnp.asarray(mask),
+    jnp.ones((1, 6), int),
     **KEYWORDS,
   )
   assert float(sums.kl / sums.tokens) == pytest.approx(0.1, rel=1e-5)
@@ -298,7 +309,17 @@ def test_huge_ratios_are_clamped_in_policy_kl_and_importance():
 
 
 def test_losses_differ_in_what_divides_a_token():
-  assert grpo.LOSSES["grpo"](4) == 4
-  assert grpo.LOSSES["dapo"](4) == 1
+  # Of 4 ids, where 10 may be sampled: (in the numerator, in the divisor).
+  expected = {
+    "grpo": (1 / 4, 1 / 4),
+    "dapo": (1, 1),
+    "dr_grpo": (1 / 10, 1 / 4),
+    "gspo": (1 / 4, 1 / 4),
+    "reinforce": (1 / 4, 1 / 4),
+  }
+  assert {
+    name: (loss.weight(4, 10), loss.share(4, 10))
+    for name, loss in grpo.LOSSES.items()
+  } == expected
   with pytest.raises(ValueError, match=r"learner.loss 'ppo'.*grpo, dapo"):
     grpo.one_of("learner.loss", "ppo", grpo.LOSSES)

@@ -30,6 +30,8 @@ def test_a_row_says_what_was_read_and_what_was_sampled():
     rows=2,
     row_multiple=4,
     loss="grpo",
+    most_tokens=10,
+    packed=False,
   )
   assert batch.ids.tolist() == [[100, 101, 102, 103, 104, 105, 0, 0], [0] * 8]
   assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
@@ -54,6 +56,8 @@ def test_the_token_mean_weighs_every_token_alike():
     rows=2,
     row_multiple=4,
     loss="dapo",
+    most_tokens=10,
+    packed=False,
   )
   assert batch.weights.tolist() == [[0, 1, 0, 1], [0, 0, 1, 0]]
 
@@ -65,6 +69,8 @@ def test_neighbours_in_length_share_a_shape_and_none_is_lost():
     rows=3,
     row_multiple=8,
     loss="grpo",
+    most_tokens=10,
+    packed=False,
   )
   assert [batch.ids.shape for batch in batches] == [(3, 8), (3, 32), (3, 32)]
   groups = [sorted(set(batch.groups.ravel()) - {-1}) for batch in batches]

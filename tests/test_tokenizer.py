@@ -1,3 +1,4 @@
+import functools
 import hashlib
 import json
 import os
@@ -5,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -12,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from sesa_jax.policy import tokenizer
+from sesa_jax import prompts, types
+from sesa_jax.learner import packing
+from sesa_jax.policy import backbones, model, tokenizer
 
 SMOLLM2 = (
   pathlib.Path(
@@ -111,6 +116,80 @@ def test_a_saved_folder_loads_as_itself(tiny, tmp_path):
   assert again.chat_template == tiny.chat_template
   assert tokenizer.token_bytes(again) == tokenizer.token_bytes(tiny)
   assert tokenizer.end_ids(again) == (0, 2)
+
+
+def test_a_folder_never_cleans_text_up(tiny, tmp_path):
+  tiny.save_pretrained(tmp_path)
+  path = tmp_path / "tokenizer_config.json"
+  asked = json.loads(path.read_text()) | {"clean_up_tokenization_spaces": True}
+  path.write_text(json.dumps(asked))
+  again = tokenizer.load("hf", str(tmp_path))
+  assert again.clean_up_tokenization_spaces is False
+  assert again.decode(again.encode("It 's here .")) == "It 's here ."
+
+
+@pytest.mark.parametrize("pad", [None, "<|im_end|>"])
+def test_a_missing_pad_token_changes_nothing(tiny, pad):
+  """Some families have none, or pad with the token that ends a turn."""
+  other = tokenizer.tiny()
+  other.pad_token = pad
+  assert tokenizer.end_ids(other) == tokenizer.end_ids(tiny)
+  assert tokenizer.token_bytes(other) == tokenizer.token_bytes(tiny)
+  for template in prompts.TEMPLATES:
+    prompt = prompts.solver("Who?")
+    assert prompts.render(other, prompt, template) == prompts.render(
+      tiny, prompt, template
+    )
+
+
+def test_padding_never_hides_a_real_end(tiny):
+  """Rows are filled with id 0, which also ends a turn: masks tell which is."""
+  ids = [1, 40, 0, 41, 42, 0]
+  assert 0 in tokenizer.end_ids(tiny)
+  graphdef = model.build(backbones.tiny())
+  params = model.init(backbones.tiny(), jax.random.key(0))
+  forward = jax.jit(
+    functools.partial(model.hidden, compute_dtype="float32", remat=False),
+    static_argnums=0,
+  )
+
+  def hidden(ids, length, filling=0):
+    episode = types.Episode(
+      request_id="q",
+      attempt=0,
+      arm="solver",
+      ids=np.array(ids, np.int32),
+      prompt_length=1,
+      mask=np.arange(len(ids)) > 0,
+      logprobs=np.zeros(len(ids), np.float32),
+      turns=(),
+      finish="answer",
+    )
+    lesson = types.Lesson(episode, 1.0)
+    (batch,) = packing.pack(
+      [(0, lesson)],
+      rows=1,
+      row_multiple=length,
+      loss="grpo",
+      most_tokens=10,
+      packed=False,
+    )
+    batch.ids[batch.segments == 0] = filling
+    return np.asarray(forward(graphdef, params, *batch[:3])[0, : len(ids)])
+
+  alone, padded = hidden(ids, len(ids)), hidden(ids, 16)
+  np.testing.assert_allclose(padded, alone, atol=1e-6)
+  np.testing.assert_array_equal(hidden(ids, 16, filling=7), padded)
+  # A real end is read like any other token, also by those after it.
+  changed = hidden([1, 40, 43, 41, 42, 0], 16)
+  assert (np.abs(changed - padded).max(-1) > 1e-3).tolist() == [
+    False,
+    False,
+    True,
+    True,
+    True,
+    True,
+  ]
 
 
 def test_added_tokens_that_are_not_special_keep_their_bytes():

@@ -5,13 +5,14 @@ the device and returns sums with the weights that divide them: sums of
 micro-batches add up exactly, averages of averages do not.
 
 Sources: GRPO, arXiv:2402.03300. PPO's clip, arXiv:1707.06347; its two sides
-apart and the token mean, DAPO, arXiv:2503.14476. k3, Schulman 2020,
-"Approximating KL divergence".
+apart and the token mean, DAPO, arXiv:2503.14476. The constant divisor,
+Dr. GRPO, arXiv:2503.20783. The sequence's ratio, GSPO, arXiv:2507.18071. k3,
+Schulman 2020, "Approximating KL divergence".
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import jax
@@ -19,10 +20,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-# What divides a sampled token's loss, given how many ids its episode sampled.
-# Both then divide by the sum of all weights: `grpo` is the mean over episodes
-# of token means, `dapo` the mean over all tokens.
-LOSSES = {"grpo": lambda tokens: tokens, "dapo": lambda tokens: 1}
+
+class Loss(NamedTuple):
+  """How tokens' losses become one number, and what the ratio is of.
+
+    loss = sum_t weight_t l_t / sum_t share_t, over all sampled tokens
+
+  Both are given an episode's sampled ids n and the most it may sample.
+  """
+
+  weight: Callable[[int, int], float]
+  share: Callable[[int, int], float]
+  ratio: str  # of a "token", of a whole "sequence", or "none": plain REINFORCE
+
+
+LOSSES = {
+  # The mean over episodes of token means.
+  "grpo": Loss(lambda n, most: 1 / n, lambda n, most: 1 / n, "token"),
+  # The mean over all tokens.
+  "dapo": Loss(lambda n, most: 1, lambda n, most: 1, "token"),
+  # A divisor that no policy can change by writing more or less.
+  "dr_grpo": Loss(lambda n, most: 1 / most, lambda n, most: 1 / n, "token"),
+  "gspo": Loss(lambda n, most: 1 / n, lambda n, most: 1 / n, "sequence"),
+  "reinforce": Loss(lambda n, most: 1 / n, lambda n, most: 1 / n, "none"),
+}
 BASELINES = ("group", "batch", "hop", "none")
 
 Scalar = Float[Array, ""] | float  # traced, where it is an argument
@@ -60,14 +81,15 @@ def advantages(
   *,
   baseline: str,
   epsilon: float,
+  scaled: bool = True,
 ) -> Float[np.ndarray, " B"]:
   """Compares each reward with a baseline.
 
     A_i = (r_i - mean_j r_j) / (std_j r_j + epsilon)
 
-  with the sample standard deviation (divisor n - 1), over j in the baseline's
-  set: `group` those with i's group, `batch` all, `hop` those with i's hop
-  count; `none` is A_i = r_i. Where all rewards of a set are equal, and so for a
+  or the difference alone, unless `scaled`; with the sample standard deviation
+  (divisor n - 1), over j in the baseline's set: `group` those with i's group,
+  `batch` all, `hop` those with i's hop count; `none` is A_i = r_i. Where all rewards of a set are equal, and so for a
   set of one, A is exactly 0.
 
   Args:
@@ -76,6 +98,7 @@ def advantages(
     hops: hop counts, for `hop`.
     baseline: one of `BASELINES`.
     epsilon: added to the standard deviation.
+    scaled: divide by the standard deviation; Dr. GRPO does not.
 
   Raises:
     ValueError: the baseline is unknown.
@@ -91,8 +114,8 @@ def advantages(
   variance = np.bincount(index, deviation**2) / np.maximum(count - 1, 1)
   # Where all are equal, the mean's rounding must not become an advantage.
   differs = _differs(rewards, index)
-  scale = np.where(differs, np.sqrt(variance) + epsilon, np.inf)
-  return deviation / scale[index]
+  spread = np.sqrt(variance) + epsilon if scaled else 1.0
+  return deviation / np.where(differs, spread, np.inf)[index]
 
 
 def informative(
@@ -136,7 +159,7 @@ class Sums(NamedTuple):
   """Sums over the sampled tokens of a batch; `gap_max` alone is a maximum."""
 
   loss: Float[Array, ""]  # each token's loss times its weight
-  weight: Float[Array, ""]  # the weights: what divides the loss
+  weight: Float[Array, ""]  # the shares: what divides the loss
   tokens: Float[Array, ""]  # what divides all that follows
   kl: Float[Array, ""]
   entropy: Float[Array, ""]
@@ -160,7 +183,25 @@ def add_sums(one: Sums, other: Sums) -> Sums:
   return total._replace(gap_max=jnp.maximum(one.gap_max, other.gap_max))
 
 
-def clipped_loss(
+def sequence_mean(
+  x: Float[Array, "B T"],
+  mask: Bool[Array, "B T"],
+  segments: Int[Array, "B T"],
+) -> Float[Array, "B T"]:
+  """Returns, at every token, the mean of x over its segment's masked tokens."""
+  length = x.shape[1]
+
+  def row(x, mask, segments):
+    total, count = (
+      jax.ops.segment_sum(values, segments, num_segments=length + 1)
+      for values in (jnp.where(mask, x, 0.0), mask.astype(x.dtype))
+    )
+    return (total / jnp.maximum(count, 1))[segments]
+
+  return jax.vmap(row)(x, mask, segments)
+
+
+def policy_loss(
   new: Float[Array, "B T"],
   old: Float[Array, "B T"],
   engine: Float[Array, "B T"],
@@ -168,18 +209,27 @@ def clipped_loss(
   entropy: Float[Array, "B T"],
   advantages: Float[Array, "B T"],
   weights: Float[Array, "B T"],
+  shares: Float[Array, "B T"],
   mask: Bool[Array, "B T"],
+  segments: Int[Array, "B T"],
   *,
+  ratio: str,
   clip_low: Scalar,
   clip_high: Scalar,
   kl_coefficient: Scalar,
+  entropy_coefficient: Scalar,
   importance_cap: Scalar,
 ) -> Sums:
-  """The clipped policy loss with a KL penalty, as sums.
+  """The policy loss with a KL penalty, as sums.
 
-    rho = exp(new - old),  c = min(exp(old - engine), cap)
-    l = -c min(rho A, clip(rho, 1 - low, 1 + high) A) + beta k3(new, reference)
+    c = min(exp(old - engine), cap),  rho = exp(new - old)
+    l = -c min(rho A, clip(rho, 1 - low, 1 + high) A)
+        + beta k3(new, reference) - eta entropy
     loss = sum over sampled tokens of weight * l
+
+  With ratio "sequence", rho is exp of the mean of new - old over the episode's
+  sampled tokens (the sum collapses with length). With "none" the first term is
+  -c A new: no ratio, no clip.
 
   c is the truncated importance weight of the policy that learns against the
   engine that sampled, which differ by numerics (Yao et al. 2025, "Your
@@ -190,13 +240,18 @@ def clipped_loss(
     old: under the weights at the start of the iteration.
     engine: as sampled.
     reference: under the frozen reference.
-    entropy: of the distribution that each id was drawn from.
+    entropy: of the distribution that each id was drawn from; has a gradient
+      where there is a bonus on it.
     advantages: of each token's episode.
-    weights: of each token, see `LOSSES`.
+    weights: of each token, `Loss.weight`.
+    shares: of each token in the divisor, `Loss.share`.
     mask: True where the policy sampled the id; nothing else counts.
+    segments: number of each token's episode in its row; 0 is padding.
+    ratio: `Loss.ratio`.
     clip_low: how far rho may fall below 1.
     clip_high: how far rho may rise above 1.
     kl_coefficient: beta.
+    entropy_coefficient: eta, 0 for no bonus.
     importance_cap: of c.
   """
   # Out of the mask the inputs mean nothing. Zeroed before any exp, they cannot
@@ -204,13 +259,19 @@ def clipped_loss(
   new, old, engine, reference, entropy = (
     jnp.where(mask, x, 0.0) for x in (new, old, engine, reference, entropy)
   )
-  ratio = jnp.exp(log_ratio(new, old))
-  free = ratio * advantages
-  bound = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
+  difference = new - old
+  if ratio == "sequence":
+    difference = sequence_mean(difference, mask, segments)
+  rho = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+  free = rho * advantages
+  bound = jnp.clip(rho, 1 - clip_low, 1 + clip_high) * advantages
+  if ratio == "none":
+    free = bound = new * advantages
   weight = jnp.exp(log_ratio(old, engine))
   importance = jnp.minimum(weight, importance_cap)
   kl = k3(new, reference)
   token_loss = kl_coefficient * kl - importance * jnp.minimum(free, bound)
+  token_loss -= entropy_coefficient * entropy
   gap = jnp.where(mask, jnp.abs(engine - old), 0.0)
 
   def total(x):
@@ -218,12 +279,12 @@ def clipped_loss(
 
   return Sums(
     loss=total(weights * token_loss),
-    weight=total(weights),
+    weight=total(shares),
     tokens=total(1.0),
     kl=total(kl),
     entropy=total(entropy),
     clipped=total(bound < free),
-    ratio=total(ratio),
+    ratio=total(rho),
     importance=total(importance),
     capped=total(weight > importance_cap),
     gap=total(gap),

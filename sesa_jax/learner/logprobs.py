@@ -16,11 +16,12 @@ def token_logprobs(
   *,
   temperature: Float[Array, ""] | float,
   chunk_tokens: int,
+  entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Returns the logprob of each id, and the entropy that it was drawn from.
 
     logprobs[t] = log softmax(project(hidden[t - 1]) / temperature)[ids[t]]
-    entropy[t] = -sum_v q_v log q_v, q that softmax; without a gradient
+    entropy[t] = -sum_v q_v log q_v, q that softmax
 
   Both are float32 and 0 at t = 0, which nothing precedes. Logits exist for
   `chunk_tokens` tokens at a time: a scan over columns of the rows, recomputed
@@ -32,6 +33,7 @@ def token_logprobs(
     ids_BT: what was read or sampled at each place.
     temperature: of the sampling, above 0.
     chunk_tokens: tokens whose logits exist at once; at least one column.
+    entropy_gradient: the entropy has one, for a bonus on it.
   """
   rows, length = ids_BT.shape
   columns = min(length, max(1, chunk_tokens // rows))
@@ -50,10 +52,12 @@ def token_logprobs(
     logits = project(hidden).astype(jnp.float32) / temperature
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    log_q = jax.lax.stop_gradient(logits - log_sum[..., None])
+    log_q = logits - log_sum[..., None]
+    if not entropy_gradient:
+      log_q = jax.lax.stop_gradient(log_q)
     q = jnp.exp(log_q)
     # 0 log 0 is 0, also where a masked id has a logit of -inf.
-    entropy = -jnp.sum(jnp.where(q > 0, q * log_q, 0.0), axis=-1)
+    entropy = -jnp.sum(q * jnp.where(q > 0, log_q, 0.0), axis=-1)
     return None, (chosen - log_sum, entropy)
 
   targets_BT = jnp.roll(ids_BT, -1, axis=1)

@@ -1,7 +1,7 @@
 """Lessons to batches of fixed shapes.
 
-Simple for now: one episode a row, padded. What a batch says of each token
-already holds for packed rows, too.
+Rows are packed with several episodes, which attention keeps apart by their
+segment ids; or, for an attention that knows no segments, hold one each.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Batch(NamedTuple):
 
   ids: Int[Array, "B T"]
   positions: Int[Array, "B T"]  # in the token's own episode
-  segments: Int[Array, "B T"]  # 0 is padding
+  segments: Int[Array, "B T"]  # number of the episode in its row; 0 is padding
   mask: Bool[Array, "B T"]  # the policy sampled it
   engine: Float[Array, "B T"]  # logprobs as sampled
   advantages: Float[Array, "B T"]
-  weights: Float[Array, "B T"]  # in the loss, see `grpo.LOSSES`
+  weights: Float[Array, "B T"]  # in the loss, see `grpo.Loss`
+  shares: Float[Array, "B T"]  # in what divides the loss
   groups: Int[Array, "B T"]  # question's index in the iteration; padding -1
 
 
@@ -93,8 +94,10 @@ def pack(
   rows: int,
   row_multiple: int,
   loss: str,
+  most_tokens: int,
+  packed: bool,
 ) -> list[Batch]:
-  """Lays lessons out in micro-batches of `rows` rows, neighbours in length.
+  """Lays lessons out in micro-batches of `rows` rows.
 
   Prompts and observations are in the rows, since the policy read them, with
   mask 0, since it did not write them.
@@ -104,19 +107,45 @@ def pack(
     rows: of every micro-batch; what is missing is filled up with mask 0.
     row_multiple: see `row_length`.
     loss: one of `grpo.LOSSES`.
+    most_tokens: that an episode may sample, for the loss's constant divisor.
+    packed: fill rows as long as the longest episode's with several; else rows
+      hold one each, and neighbours in length share a micro-batch.
 
   Returns:
     numpy batches. Equal lengths come out in the order they came in.
   """
   ordered = sorted(lessons, key=lambda pair: len(pair[1].episode.ids))
+  lines = [[pair] for pair in ordered]
+  if packed and ordered:
+    longest = len(ordered[-1][1].episode.ids)
+    lines = _fit(ordered, row_length(longest, row_multiple))
   return [
-    _batch(ordered[start : start + rows], rows, row_multiple, loss)
-    for start in range(0, len(ordered), rows)
+    _batch(lines[start : start + rows], rows, row_multiple, loss, most_tokens)
+    for start in range(0, len(lines), rows)
   ]
 
 
-def _batch(lessons, rows, row_multiple, loss) -> Batch:
-  longest = max(len(lesson.episode.ids) for _, lesson in lessons)
+def _fit(ordered, length: int) -> list[list]:
+  """Puts each episode, longest first, into the first row that has room."""
+  lines, room = [], []
+  for pair in reversed(ordered):
+    size = len(pair[1].episode.ids)
+    row = next((i for i, left in enumerate(room) if left >= size), len(lines))
+    if row == len(lines):
+      lines.append([])
+      room.append(length)
+    lines[row].append(pair)
+    room[row] -= size
+  # Fullest last: micro-batches of short rows may be shorter.
+  return [line for _, line in sorted(zip(room, lines, strict=True), key=_room)]
+
+
+def _room(pair) -> int:
+  return -pair[0]
+
+
+def _batch(lines, rows, row_multiple, loss, most_tokens) -> Batch:
+  longest = max(sum(len(x.episode.ids) for _, x in line) for line in lines)
   shape = (rows, row_length(longest, row_multiple))
   batch = Batch(
     ids=np.zeros(shape, np.int32),
@@ -126,20 +155,29 @@ def _batch(lessons, rows, row_multiple, loss) -> Batch:
     engine=np.zeros(shape, np.float32),
     advantages=np.zeros(shape, np.float32),
     weights=np.zeros(shape, np.float32),
+    shares=np.zeros(shape, np.float32),
     groups=np.full(shape, -1, np.int32),
   )
-  for row, (question, lesson) in enumerate(lessons):
-    episode = lesson.episode
-    place = row, slice(len(episode.ids))
-    sampled = np.asarray(episode.mask, bool)
-    batch.ids[place] = episode.ids
-    batch.positions[place] = np.arange(len(episode.ids))
-    batch.segments[place] = 1
-    batch.mask[place] = sampled
-    batch.engine[place] = np.where(sampled, episode.logprobs, 0.0)
-    batch.advantages[place] = lesson.advantage
-    batch.weights[place] = sampled / grpo.LOSSES[loss](max(1, sampled.sum()))
-    batch.groups[place] = question
+  for row, line in enumerate(lines):
+    start = 0
+    for segment, (question, lesson) in enumerate(line, 1):
+      episode = lesson.episode
+      place = row, slice(start, start := start + len(episode.ids))
+      sampled = np.asarray(episode.mask, bool)
+      count = max(1, int(sampled.sum()))
+      batch.ids[place] = episode.ids
+      batch.positions[place] = np.arange(len(episode.ids))
+      batch.segments[place] = segment
+      batch.mask[place] = sampled
+      batch.engine[place] = np.where(sampled, episode.logprobs, 0.0)
+      batch.advantages[place] = lesson.advantage
+      batch.weights[place] = sampled * grpo.LOSSES[loss].weight(
+        count, most_tokens
+      )
+      batch.shares[place] = sampled * grpo.LOSSES[loss].share(
+        count, most_tokens
+      )
+      batch.groups[place] = question
   return batch
 
 
