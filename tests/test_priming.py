@@ -37,6 +37,14 @@ def test_seeds15():
     assert len(skill_bank.rendered(skill).split()) <= 55
 
 
+def test_authored157_adds_to_the_seeds():
+  bank, _ = priming.prime(empty(157), "authored157", ENCODER)
+  names = [f"seed-{i:03d}" for i in range(1, 16)]
+  names += [f"authored-{i:03d}" for i in range(1, 143)]
+  assert [skill.id for skill in bank.skills] == names
+  assert [s.origin for s in bank.skills] == ["seed"] * 15 + ["authored"] * 142
+
+
 def test_mined_takes_the_active_ones_of_a_bank_file(tmp_path):
   path = tmp_path / "skills.jsonl"
   bank, _ = priming.prime(empty(), "seeds15", ENCODER)
@@ -51,7 +59,7 @@ def test_mined_takes_the_active_ones_of_a_bank_file(tmp_path):
 
 def test_errors(tmp_path):
   for source in ("seeds", "mined:", ""):
-    with pytest.raises(ValueError, match="none, seeds15, mined:PATH"):
+    with pytest.raises(ValueError, match="none, seeds15, authored157, mined:PATH"):
       priming.prime(empty(), source, ENCODER)
   with pytest.raises(ValueError, match="no such file"):
     priming.prime(empty(), f"mined:{tmp_path / 'x.jsonl'}", ENCODER)

@@ -7,9 +7,10 @@ from pathlib import Path
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.types import Encoder, Skill
 
-SOURCES = ("none", "seeds15", "mined:PATH")
+SOURCES = ("none", "seeds15", "authored157", "mined:PATH")
 
 SEEDS = Path(skill_bank.__file__).with_name("seeds.jsonl")
+AUTHORED = SEEDS.with_name("authored.jsonl")
 
 
 def prime(
@@ -22,7 +23,8 @@ def prime(
 
   Args:
     bank: an empty bank.
-    source: "none"; "seeds15", 15 general skills written by hand; or
+    source: "none"; "seeds15", 15 general skills written by hand;
+      "authored157", those and 142 more written by hand, none of them mined; or
       "mined:PATH", those active in a file of skills.
     encoder: embeds them.
     iteration: they are created at.
@@ -51,16 +53,24 @@ def read(source: str) -> tuple[Skill, ...]:
   if source == "none":
     return ()
   if source == "seeds15":
-    path = SEEDS
+    paths = [SEEDS]
+  elif source == "authored157":
+    paths = [SEEDS, AUTHORED]
   elif source.startswith("mined:") and source != "mined:":
-    path = Path(source.removeprefix("mined:"))
+    paths = [Path(source.removeprefix("mined:"))]
   else:
     raise ValueError(
       f"Unknown bank.prime {source!r}. Choices: {', '.join(SOURCES)}."
     )
-  skills = tuple(r.skill for r in skill_bank.load(path) if r.state == "active")
+  skills = tuple(
+    record.skill
+    for path in paths
+    for record in skill_bank.load(path)
+    if record.state == "active"
+  )
   if not skills:
     raise ValueError(
-      f"{path} holds no active skill. For an empty bank set bank.prime='none'."
+      f"{paths[0]} holds no active skill. For an empty bank set "
+      "bank.prime='none'."
     )
   return skills
