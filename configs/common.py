@@ -77,12 +77,17 @@ def get_config() -> ConfigDict:
       policy=dict(
         source="hf",  # "hf": a folder; "gguf": a file; "random": tiny tests
         path="",  # "assets:NAME/..." is looked up in the assets folder
-        template="native",  # the backbone's own chat template
+        template="native",  # the backbone's own; or "search_r1", "ssp"
         example=False,  # a worked episode in the prompt, for very small models
         compute_dtype="bfloat16",
         remat=True,
+        attention="auto",  # or "xla", "splash" (TPU), "cudnn" (GPU)
       ),
-      mesh=dict(fsdp=1, tensor=1),
+      mesh=dict(
+        fsdp=0,  # training; 0: all devices / tensor
+        tensor=1,  # training
+        rollout_tensor=1,  # of a host's devices; the others are data
+      ),
       learner=dict(
         loss="grpo",  # sequence mean of token means
         std_epsilon=1e-6,
@@ -95,12 +100,16 @@ def get_config() -> ConfigDict:
         microbatch_rows=8,
         row_multiple=512,  # rows are padded to a multiple of this
         chunk_tokens=1024,  # tokens whose logits exist at once
+        offload=False,  # Adam's moments wait in the host's pinned memory
       ),
       engine=dict(
         slots=64,
         steps_per_dispatch=32,
         prefill_chunk=256,
         deterministic=True,  # same seed, same bytes; waits for pending tools
+        cache="paged",  # or "contiguous" (GPU)
+        page_size=128,  # tokens
+        pages=0,  # 0: as many as every slot at its longest needs
       ),
       environment=dict(
         passages_per_search=3,  # SSP
@@ -132,7 +141,7 @@ def get_config() -> ConfigDict:
         keep_fixed=False,
       ),
       bank=dict(
-        prime="seeds15",  # or "none", or "mined:PATH"
+        prime="seeds15",  # or "none", "authored157", or "mined:PATH"
         capacity=800,  # SESA
         top=3,  # SESA
         min_score=placeholder(float),  # cosine floor, ours; None is off
@@ -149,7 +158,9 @@ def get_config() -> ConfigDict:
         retire_after=3,  # showings, SESA
       ),
       encoder=dict(  # a folder of a BERT; "hash" hashes words, for tests
-        path="", query_prefix="query: ", passage_prefix="passage: "
+        path="assets:e5-base-v2",
+        query_prefix="query: ",
+        passage_prefix="passage: ",
       ),
       distillation=dict(
         distiller="chat",  # or "offline"
@@ -163,7 +174,11 @@ def get_config() -> ConfigDict:
       ),
       search=dict(engine="search_r1", k1=0.9, b=0.4, passage_words=100),
       corpus=(),  # files, "assets:..." or paths
-      seeds=dict(source="jsonl", path="", hops=(1, 2, 3)),
+      seeds=dict(
+        source="jsonl",
+        path="assets:ssp/train_answers_random_hop_50000_proposer.jsonl",
+        hops=(1, 2, 3),
+      ),
       eval=dict(
         every=10,  # iterations; 0 is off. Before and after are always run
         sets={},  # name -> `question_set`
@@ -173,8 +188,38 @@ def get_config() -> ConfigDict:
       ),
       lost_limit=0.02,  # share of lost episodes or verdicts that stops a run
       checkpoint=dict(keep=2, milestone_every=50),
+      # Kind of machine -> sections -> fields, which win on such a machine over
+      # all but the command line. Kinds: v5e v5p v6e a100 h100 cpu.
+      machines={},
     )
   )
+
+
+def paper_machines(
+  rollout_tensor: int = 1, offload: bool = False
+) -> ConfigDict:
+  """Returns `machines` for the paper's lengths of episodes.
+
+  A microbatch has a row a chip on 4 x 4 chips of v5e or v6e. The values of
+  `get_config` are meant for 8 GPUs, and do for 4 chips of v5p.
+
+  Args:
+    rollout_tensor: chips that share one copy of the rollout's weights, where a
+      chip's memory is small: v5e and v6e.
+    offload: for v5e, the smallest: Adam's moments wait on the host.
+  """
+
+  def machine() -> ConfigDict:  # one each: a ConfigDict shares what is the same
+    return ConfigDict(
+      dict(
+        mesh=dict(rollout_tensor=rollout_tensor),
+        learner=dict(microbatch_rows=16),
+      )
+    )
+
+  v5e, v6e = machine(), machine()
+  v5e.learner.offload = offload
+  return ConfigDict(dict(v5e=v5e, v6e=v6e))
 
 
 def finish(config: ConfigDict, variant: str) -> ConfigDict:

@@ -44,6 +44,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.policy.compute_dtype = "float32"  # a CPU multiplies it faster
   config.policy.example = True
   config.policy.remat = False  # 3 GB more, a fifth of the update less
+  config.mesh.fsdp = 1
   config.learner.microbatch_rows = 3
   config.learner.row_multiple = 448  # one length: one compilation
   config.learner.chunk_tokens = 256
@@ -81,6 +82,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
     "assets:world-factbook",
   )
   config.seeds.source = "titles"
+  config.seeds.path = ""
   config.seeds.hops = (1,)
   config.eval.every = 0
   config.eval.turns = 2

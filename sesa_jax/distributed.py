@@ -11,14 +11,27 @@ import glob
 import importlib.util
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 _TORCHRUN = ("MASTER_ADDR", "WORLD_SIZE", "RANK")
+
+# What a device's own name holds, and its kind of machine; the first that fits.
+_KINDS = (
+  ("TPU v5 lite", "v5e"),
+  ("TPU v5", "v5p"),
+  ("TPU v6", "v6e"),
+  ("A100", "a100"),
+  ("H100", "h100"),
+  ("H200", "h100"),  # its chip, with more memory
+)
+# Kinds of machines that a config may have values for.
+MACHINES = (*dict.fromkeys(kind for _, kind in _KINDS), "cpu")
 
 
 def launch(environ: Mapping[str, str], tpu: bool) -> dict[str, Any] | None:
@@ -102,6 +115,26 @@ def is_lead() -> bool:
   return index() == 0
 
 
+def machine_kind(platform: str, device_kind: str) -> str:
+  """Names the kind of a machine, one of `MACHINES` where it is known.
+
+  Args:
+    platform: of a device: "tpu", "gpu", "cpu".
+    device_kind: as a device names itself, such as "TPU v5 lite".
+
+  Returns:
+    "v5e", for that one; the platform where nothing more is known.
+  """
+  fitting = (kind for mark, kind in _KINDS if mark in device_kind)
+  return next(fitting, platform)
+
+
+def machine() -> str:
+  """The kind of this machine; after `initialize`."""
+  device = jax.devices()[0]
+  return machine_kind(device.platform, device.device_kind)
+
+
 def host_cpu() -> jax.Device:
   """The host's own CPU device; the first of all would be the lead's."""
   return jax.local_devices(backend="cpu")[0]
@@ -141,3 +174,57 @@ def gather(rows: Sequence[Any]) -> list[Any]:
   for row in np.argsort(headers[:, 0]):
     gathered += pickle.loads(payloads[row, : headers[row, 1]].tobytes())
   return gathered
+
+
+def onto_host_mesh(
+  function: Callable[[Any], Any], shardings: Any
+) -> Callable[[Any], Any]:
+  """Jits a function of global arrays whose result every host needs whole.
+
+  Args:
+    function: of a tree on the devices of all processes; jitted once.
+    shardings: of the result, on a mesh of this process's devices.
+
+  Returns:
+    A collective function: the same result, on each process's own mesh.
+  """
+  mesh = jax.tree.leaves(shardings)[0].mesh
+  over_all = mesh if count() == 1 else _all_hosts(mesh)
+  placed = jax.tree.map(lambda s: NamedSharding(over_all, s.spec), shardings)
+  at_once = jax.jit(function, out_shardings=placed)
+  in_place = jax.jit(function)
+
+  def local(x: Any, sharding: NamedSharding) -> Any:
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    arrays = [held[device] for device in _order(mesh)]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, arrays)
+
+  def run(tree: Any) -> Any:
+    source = getattr(jax.tree.leaves(tree)[0].sharding, "mesh", None)
+    # One program cannot mix orders of devices, and a mesh may have its own.
+    if source is not None and _order(source) == _order(over_all):
+      result = at_once(tree)
+    else:
+      result = jax.device_put(in_place(tree), placed)
+    if over_all is mesh:
+      return result
+    return jax.tree.map(local, result, shardings)
+
+  return run
+
+
+def _order(mesh: Mesh) -> list[jax.Device]:
+  return list(mesh.devices.flat)
+
+
+def _all_hosts(mesh: Mesh) -> Mesh:
+  """This process's mesh, once for each process, along an axis "host"."""
+  everyone = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+  here = sorted(jax.local_devices(), key=lambda d: d.id)
+  order = [here.index(device) for device in _order(mesh)]
+  grid = np.array(everyone).reshape(count(), len(here))[:, order]
+  return Mesh(
+    grid.reshape(count(), *mesh.devices.shape),
+    ("host", *mesh.axis_names),
+    axis_types=(AxisType.Auto,) * (1 + mesh.devices.ndim),
+  )

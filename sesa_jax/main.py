@@ -53,6 +53,9 @@ _SKILL = flags.DEFINE_string("skill", None, "show: id of a skill shown.")
 _ARM = flags.DEFINE_string("arm", None, "show: challenger, solver, evidence.")
 _ITERATION = flags.DEFINE_integer("iteration", None, "show: of the episodes.")
 _LIMIT = flags.DEFINE_integer("limit", 10, "show: episodes at most.")
+_POLICY = flags.DEFINE_string("policy", None, "export: challenger or solver.")
+_OUT = flags.DEFINE_string("out", None, "export: the folder to make.")
+_DTYPE = flags.DEFINE_string("dtype", "float32", "export: or bfloat16.")
 
 
 def train() -> None:
@@ -60,7 +63,7 @@ def train() -> None:
   from sesa_jax import loop
 
   loop.run(
-    _need(_CONFIG.value, "config"),
+    _for_this_machine(),
     _need(_WORKDIR.value, "workdir"),
     start_from=_START_FROM.value,
     force_new=_FORCE_NEW.value,
@@ -73,7 +76,7 @@ def evaluate() -> None:
   from sesa_jax import loop
 
   loop.evaluate_checkpoint(
-    _need(_CONFIG.value, "config"), _need(_WORKDIR.value, "workdir")
+    _for_this_machine(), _need(_WORKDIR.value, "workdir")
   )
 
 
@@ -92,11 +95,36 @@ def show() -> None:
   )
 
 
+def export() -> None:
+  """Writes a policy of a run's newest checkpoint for other tools to open."""
+  from sesa_jax import state
+
+  state.export(
+    _need(_WORKDIR.value, "workdir"),
+    _need(_POLICY.value, "policy"),
+    _need(_OUT.value, "out"),
+    _DTYPE.value,
+    _CONFIG.value,
+  )
+
+
 MODES: dict[str, Callable[[], None]] = {
   "train": train,
   "eval": evaluate,
   "show": show,
+  "export": export,
 }
+
+
+def _for_this_machine():
+  """The config as it runs here; the command line has the last word."""
+  from sesa_jax import distributed, tools
+
+  config = _need(_CONFIG.value, "config")
+  _need(_WORKDIR.value, "workdir")  # missing, it is said before devices wake
+  distributed.initialize()
+  given = config_flags.get_override_values(FLAGS["config"])
+  return tools.for_machine(config, distributed.machine(), given)
 
 
 def _need(value, flag: str):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from sesa_jax import types
 
-TEMPLATES = ("native",)
+TEMPLATES = ("native", "search_r1", "ssp")
+_TURN = "<|im_start|>"  # opens a turn of `ssp`, with any tokenizer
 
 SOLVER = """\
 You answer questions with a search engine. Write <search>a few words</search> \
@@ -84,15 +85,19 @@ class Prompt(NamedTuple):
 
   role: str  # names its worked episodes
   system: str
-  user: str
+  ask: str  # what the role is asked
+  before: str = ""  # skills or passages
+
+  @property
+  def user(self) -> str:
+    """The message of the user, what is asked last."""
+    return "\n\n".join(filter(None, (self.before, self.ask)))
 
 
 def solver(question: str, skills: str = "") -> Prompt:
   """Asks for an answer; `skills` is a rendered block, or empty."""
-  ask = f"Question: {question}"
-  if not skills:
-    return Prompt("solver", SOLVER, ask)
-  return Prompt("solver with skills", SOLVER, f"{skills}\n\n{ask}")
+  role = "solver with skills" if skills else "solver"
+  return Prompt(role, SOLVER, f"Question: {question}", skills)
 
 
 def challenger(seed: types.Seed, searches: int) -> Prompt:
@@ -101,14 +106,14 @@ def challenger(seed: types.Seed, searches: int) -> Prompt:
     searches=_COUNTS.get(searches, f"at least {searches} times"),
     hops="one fact" if seed.hops == 1 else f"{seed.hops} facts in a row",
   )
-  user = f"Answer: {seed.targets[0]}\nHops: {seed.hops}"
-  return Prompt("challenger", system, user)
+  ask = f"Answer: {seed.targets[0]}\nHops: {seed.hops}"
+  return Prompt("challenger", system, ask)
 
 
 def evidence(question: str, passages: Sequence[types.Passage]) -> Prompt:
   """Asks for an answer from passages alone, for the evidence check."""
-  user = f"{passages_text(passages)}\n\nQuestion: {question}"
-  return Prompt("evidence", EVIDENCE, user)
+  ask = f"Question: {question}"
+  return Prompt("evidence", EVIDENCE, ask, passages_text(passages))
 
 
 def passages_text(passages: Sequence[types.Passage]) -> str:
@@ -120,13 +125,13 @@ def passages_text(passages: Sequence[types.Passage]) -> str:
 
 
 def control_tokens(tokenizer) -> str:
-  """A pattern of the tokenizer's special tokens, which are not for text."""
+  """A pattern of the tokens that are not for text: they open or end turns."""
   special = [
     token.content
     for token in tokenizer.added_tokens_decoder.values()
     if token.special
   ]
-  return "|".join(map(re.escape, special))
+  return "|".join(map(re.escape, dict.fromkeys((_TURN, *special))))
 
 
 def broken(pattern: re.Pattern, text: str) -> str:
@@ -134,42 +139,87 @@ def broken(pattern: re.Pattern, text: str) -> str:
   return pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
 
 
+def check(tokenizer, template: str, example: bool) -> None:
+  """Refuses what `render` cannot do.
+
+  Raises:
+    ValueError: an unknown template, or worked episodes without a chat.
+  """
+  if template not in TEMPLATES:
+    raise ValueError(
+      f"Unknown template {template!r}. Choices: {', '.join(TEMPLATES)}."
+    )
+  if example and not (template == "native" and tokenizer.chat_template):
+    has = "a" if tokenizer.chat_template else "no"
+    raise ValueError(
+      "policy.example shows worked episodes as turns of a chat: it needs "
+      "policy.template 'native' and a tokenizer with a chat template. This is "
+      f"{template!r}, and the tokenizer has {has} chat template. Set "
+      "policy.example to False."
+    )
+
+
 def render(
   tokenizer, prompt: Prompt, template: str = "native", example: bool = False
 ) -> tuple[int, ...]:
   """Renders a prompt to the ids that an episode begins with.
 
+  * `native`: system and user through the backbone's own chat template, with
+    thinking off, since our <think> tags are plain text. A base model without
+    a chat template gets the raw text of `search_r1`.
+  * `search_r1`: one message of the user, the instructions and what is asked in
+    one paragraph, through the chat template; without one, as raw text.
+  * `ssp`: `<|im_start|>ROLE\\n` and the text for system and user, then an open
+    turn of the assistant. No turn has an end. The marker is one id where the
+    tokenizer has it, and plain text where not.
+
+  Raw text begins with the one id that the tokenizer puts before any text, if
+  it puts one (Llama's <|begin_of_text|>); a chat template writes its own.
+
   Args:
-    tokenizer: of the backbone, with its own chat template.
+    tokenizer: of the backbone.
     prompt: of this module.
-    template: "native", the backbone's chat template.
+    template: one of `TEMPLATES`.
     example: show worked episodes before, as turns of the chat.
 
   Returns:
     ids, up to and including the header of the assistant's turn.
 
   Raises:
-    ValueError: an unknown template, or the tokenizer has no chat template.
+    ValueError: see `check`.
+
+  Sources: Jin et al. 2025, arXiv 2503.09516 (`search_r1`), and Search
+  Self-play, arXiv 2510.18821 (`ssp`): who says what; the words are ours.
   """
-  if template not in TEMPLATES:
-    raise ValueError(
-      f"Unknown template {template!r}. Choices: {', '.join(TEMPLATES)}."
-    )
-  if not tokenizer.chat_template:
-    raise ValueError(
-      "The tokenizer has no chat template, which template 'native' needs. "
-      "Take an instruction-tuned backbone."
-    )
+  check(tokenizer, template, example)
+  # A question that a policy wrote, say, must not open another turn.
   control = re.compile(control_tokens(tokenizer))
+  prompt = prompt._replace(
+    ask=broken(control, prompt.ask), before=broken(control, prompt.before)
+  )
+  if template == "ssp":
+    turns = (
+      f"system\n{prompt.system}",
+      f"user\n{prompt.user}",
+      "assistant\n",
+    )
+    return tuple(tokenizer.encode("".join(_TURN + turn for turn in turns)))
+  paragraph = prompt._replace(ask=f"{prompt.system} {prompt.ask}").user
+  if not tokenizer.chat_template:
+    return tuple(tokenizer.encode(f"{paragraph}\n"))
+  if template == "search_r1":
+    return _chat(tokenizer, [("user", paragraph)])
   turns = [("system", prompt.system)]
   for user, assistant in _EXAMPLES[prompt.role] if example else ():
     turns += [("user", user), ("assistant", assistant)]
-  # A question that a policy wrote, say, must not open another turn.
-  turns.append(("user", broken(control, prompt.user)))
+  return _chat(tokenizer, [*turns, ("user", prompt.user)])
+
+
+def _chat(tokenizer, turns: Sequence[tuple[str, str]]) -> tuple[int, ...]:
   ids = tokenizer.apply_chat_template(
     [{"role": role, "content": content} for role, content in turns],
     add_generation_prompt=True,
-    enable_thinking=False,  # our <think> tags are plain text
+    enable_thinking=False,
     return_dict=False,
   )
   return tuple(ids)

@@ -13,13 +13,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 
 from sesa_jax import distributed, environment, prompts, types
 from sesa_jax.data import benchmarks, corpus, seeds
@@ -45,6 +46,8 @@ ENGINES = ("bm25",)
 SEED_SOURCES = ("titles", "jsonl")
 BANKS = ("none", "final")
 DTYPES = ("float32", "bfloat16")
+ATTENTIONS = ("auto", "xla", "splash", "cudnn")
+CACHES = ("paged", "contiguous")
 
 
 def locate(path: str) -> str:
@@ -63,12 +66,74 @@ def locate(path: str) -> str:
   if not found.exists():
     raise ValueError(
       f"{path} is not in the assets folder {root}. Fetch it with "
-      "`python third_party/fetch.py --set=demo`, or set SESA_JAX_ASSETS."
+      "`python third_party/fetch.py --set=demo` (--set=paper for the paper's "
+      "backbones and seeds), or set SESA_JAX_ASSETS."
     )
   return str(found)
 
 
 # --- the config ------------------------------------------------------------
+
+
+def for_machine(config: Any, kind: str, keep: Container[str] = ()) -> Any:
+  """Gives a config the values that it has for a kind of machine.
+
+  They lie in `config.machines`, by kind, section and field:
+  `machines.v5e.mesh.rollout_tensor = 4`.
+
+  Args:
+    config: an experiment.
+    kind: of `distributed.machine_kind`; without values there nothing changes.
+    keep: dotted names of fields to leave, since the command line gave them.
+
+  Returns:
+    A locked copy. Its `machines` is empty, so that a run's folder records what
+    it runs with, and nothing of machines that it does not run on.
+
+  Raises:
+    ValueError: `machines` names a kind or a field that does not exist, be it
+      for another machine, or a value for this one is of the wrong type.
+  """
+  copy = config.copy_and_resolve_references()
+  fields = traverse_util.flatten_dict(config.to_dict(), sep=".")
+  for machine in config.machines:
+    grpo.one_of("machines", machine, distributed.MACHINES)
+    values = config.machines[machine].to_dict()
+    for name, value in traverse_util.flatten_dict(values, sep=".").items():
+      if name not in fields:
+        raise ValueError(
+          f"machines.{machine}.{name}: the config has no field {name}."
+        )
+      if machine == kind and name not in keep:
+        try:
+          copy.update_from_flattened_dict({name: value})
+        except TypeError as error:
+          raise ValueError(f"machines.{machine}.{name}: {error}") from error
+  copy.machines = {}
+  return copy.lock()
+
+
+def mesh_sizes(config: Any, devices: int | None = None) -> tuple[int, int]:
+  """Returns the training mesh's (fsdp, tensor); fsdp = 0 takes all devices.
+
+  Args:
+    config: an experiment, for its machine.
+    devices: how many there are; by default those that are present.
+
+  Raises:
+    ValueError: `mesh.tensor` does not divide them.
+  """
+  fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
+  if fsdp:
+    return fsdp, tensor
+  devices = len(jax.devices()) if devices is None else devices
+  if devices % tensor:
+    fit = [str(n) for n in range(1, devices + 1) if devices % n == 0]
+    raise ValueError(
+      f"mesh.tensor = {tensor} does not divide the {devices} devices that "
+      f"mesh.fsdp = 0 shares out. Sizes that do: {', '.join(fit)}."
+    )
+  return devices // tensor, tensor
 
 
 def check(config: Any) -> None:
@@ -109,11 +174,14 @@ def check(config: Any) -> None:
     role = config[name]
     grpo.check_baseline(f"{name}.baseline", role.baseline, role.group_size)
   one_of("policy.compute_dtype", config.policy.compute_dtype, DTYPES)
+  one_of("policy.attention", config.policy.attention, ATTENTIONS)
+  one_of("engine.cache", config.engine.cache, CACHES)
   _check_ranges(config)
-  sharding.mesh(config.mesh.fsdp, config.mesh.tensor)
-  packing.check_rows(config.learner.microbatch_rows, config.mesh.fsdp)
+  fsdp, tensor = mesh_sizes(config)
+  sharding.mesh(fsdp, tensor)
+  packing.check_rows(config.learner.microbatch_rows, fsdp)
   backbone = weights.check(config.policy.source, locate(config.policy.path))
-  sharding.check(backbone, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+  sharding.check(backbone, fsdp=fsdp, tensor=tensor)
   if slot_tokens(config) > backbone.context:
     raise ValueError(
       f"Episodes of up to {slot_tokens(config)} tokens do not fit into the "
@@ -164,8 +232,9 @@ _RANGES = {
   **{f"solver.{name}": bounds for name, bounds in _ROLE.items()},
   "challenger.invalid_penalty": (0, None),
   "challenger.min_searches": (0, None),
-  "mesh.fsdp": (1, None),
+  "mesh.fsdp": (0, None),
   "mesh.tensor": (1, None),
+  "mesh.rollout_tensor": (1, None),
   "learner.std_epsilon": (0, None),
   "learner.importance_cap": (1e-6, None),
   "learner.adam_b1": (0, 1 - 1e-9),
@@ -179,6 +248,8 @@ _RANGES = {
   "engine.slots": (1, None),
   "engine.steps_per_dispatch": (1, None),
   "engine.prefill_chunk": (1, None),
+  "engine.page_size": (1, None),
+  "engine.pages": (0, None),
   "environment.passages_per_search": (1, None),
   "environment.observation_tokens": (1, None),
   "environment.max_malformed": (0, None),
@@ -334,8 +405,10 @@ def assemble(config: Any, texts: Texts) -> World:
   embedder = _encoder(config.encoder)  # small: its faults show before weights
   path = locate(config.policy.path)
   words = tokenizer.load(config.policy.source, path)
+  prompts.check(words, config.policy.template, config.policy.example)
+  mesh = sharding.mesh(*mesh_sizes(config))
   backbone, params = weights.load(
-    config.policy.source, path, jax.random.key(config.seed)
+    config.policy.source, path, jax.random.key(config.seed), mesh=mesh
   )
   graphdef = model.build(backbone)
   executor = ThreadPoolExecutor(_SEARCH_THREADS, "search")
@@ -380,7 +453,6 @@ def assemble(config: Any, texts: Texts) -> World:
     on_episode=lambda episode: None,
   )
   _check_lengths(config, texts, render)
-  mesh = sharding.mesh(config.mesh.fsdp, config.mesh.tensor)
   challenger, solver = (
     _learner(config, config[name], graphdef, mesh)
     for name in ("challenger", "solver")

@@ -60,6 +60,30 @@ def test_launch_leaves_clusters_to_jax(environ, tpu, several):
   assert distributed.launch(environ, tpu) == ({} if several else None)
 
 
+@pytest.mark.parametrize(
+  ("platform", "device_kind", "kind"),
+  [
+    ("tpu", "TPU v5 lite", "v5e"),
+    ("tpu", "TPU v5", "v5p"),
+    ("tpu", "TPU v5p", "v5p"),
+    ("tpu", "TPU v6 lite", "v6e"),
+    ("gpu", "NVIDIA A100-SXM4-80GB", "a100"),
+    ("gpu", "NVIDIA H100 80GB HBM3", "h100"),
+    ("gpu", "NVIDIA H200", "h100"),
+    ("cpu", "cpu", "cpu"),
+    ("gpu", "NVIDIA L4", "gpu"),
+    ("tpu", "TPU v4", "tpu"),
+  ],
+)
+def test_machines_are_known_by_their_devices(platform, device_kind, kind):
+  assert distributed.machine_kind(platform, device_kind) == kind
+
+
+def test_this_machine_is_a_cpu():
+  assert distributed.machine() == "cpu"
+  assert distributed.MACHINES == ("v5e", "v5p", "v6e", "a100", "h100", "cpu")
+
+
 @given(st.lists(st.integers(), max_size=30), st.integers(1, 7))
 def test_shares_are_a_partition_in_order(items, count):
   parts = []

@@ -78,6 +78,49 @@ def test_help_names_flags_and_modes():
   assert "--mode=show" in done.stdout
 
 
+MACHINED = """
+from configs import common
+
+def get_config(variant="sesa"):
+  config = common.get_config()
+  config.machines.cpu = dict(engine=dict(slots=3), mesh=dict(tensor=2))
+  config.machines.v5e = dict(engine=dict(slots=9), mesh=dict(tensor=9))
+  return common.finish(config, variant)
+"""
+STARTS = """
+import sys
+from sesa_jax import loop, main
+
+def run(config, *_, **__):
+  print(config.engine.slots, config.mesh.tensor, config.questions)
+  print(config.is_locked, len(config.machines))
+
+loop.run = loop.evaluate_checkpoint = run
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_run_takes_its_machines_values_and_keeps_the_flags(tmp_path, mode):
+  path = tmp_path / "machined.py"
+  path.write_text(MACHINED)
+  flags = [
+    f"--config={path}:no_bell",
+    "--workdir=w",
+    f"--mode={mode}",
+    "--config.mesh.tensor=1",  # the default, but said
+    "--config.questions=7",
+  ]
+  done = subprocess.run(
+    [sys.executable, "-c", STARTS, *flags],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    timeout=120,
+  )
+  assert done.stdout.splitlines() == ["3 1 7", "True 0"], done.stderr
+
+
 def refused(tmp_path, monkeypatch, **changes):
   """Runs a config with changes; returns the one line that refuses it."""
 
@@ -110,7 +153,13 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"distillation__distiller": "chat"}, "'chat'. Choices: offline"),
     ({"verifier__answerer": "judge"}, "'judge'. Choices: solver"),
     ({"search__engine": "x"}, "Choices: bm25"),
-    ({"policy__template": "x"}, "Choices: native"),
+    ({"policy__template": "x"}, "Choices: native, search_r1, ssp"),
+    ({"policy__attention": "x"}, "Choices: auto, xla, splash, cudnn"),
+    ({"engine__cache": "x"}, "Choices: paged, contiguous"),
+    ({"mesh__fsdp": -1}, "mesh.fsdp = -1: it must be at least 0"),
+    ({"mesh__rollout_tensor": 0}, "mesh.rollout_tensor = 0"),
+    ({"mesh__fsdp": 0, "mesh__tensor": 3}, "the 8 devices that mesh.fsdp = 0"),
+    ({"mesh__fsdp": 0}, "4 does not divide over 8 devices"),
     ({"policy__source": "x"}, "Choices: hf, gguf, random"),
     ({"solver__temperature": 0.0}, "solver.temperature = 0.0"),
     ({"questions": 0}, "questions = 0"),
@@ -256,7 +305,9 @@ def test_every_number_of_the_config_has_a_range():
       elif isinstance(value, int | float) and not isinstance(value, bool):
         yield f"{path}{name}"
 
-  found = set(numbers(common.get_config()))
+  config = common.get_config()
+  assert not config.machines  # their values are of the same fields
+  found = set(numbers(config))
   maybe = {"challenger.min_searches", "bank.min_score"}  # None by default
   assert found | maybe == set(tools._RANGES)
 

@@ -8,6 +8,7 @@ import pytest
 
 from configs import tiny
 from sesa_jax import tools
+from sesa_jax.policy import weights
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,6 +92,25 @@ def test_hashes_name_the_pins_of_the_assets(monkeypatch, tmp_path):
   hashes = tools.assemble(config, tools.read(config)).hashes
   assert hashes["assets/texts"] == "abc"
   assert "assets/other" not in hashes
+
+
+def test_worked_episodes_that_no_chat_can_show_are_refused(monkeypatch):
+  monkeypatch.setattr(weights, "load", None)  # weights are not touched
+  config = tiny_config(**{"policy.template": "ssp", "policy.example": True})
+  with pytest.raises(ValueError, match=r"Set policy\.example to False"):
+    tools.assemble(config, tools.read(config))
+
+
+def test_the_mesh_takes_all_devices_where_none_are_named():
+  sizes = tools.mesh_sizes
+  for tensor, fsdp in ((1, 16), (2, 8), (16, 1)):
+    config = tiny_config(**{"mesh.fsdp": 0, "mesh.tensor": tensor})
+    assert sizes(config, 16) == (fsdp, tensor)
+  assert sizes(tiny_config(**{"mesh.fsdp": 0})) == (8, 1)  # of conftest
+  assert sizes(tiny_config(**{"mesh.fsdp": 2, "mesh.tensor": 3})) == (2, 3)
+  config = tiny_config(**{"mesh.fsdp": 0, "mesh.tensor": 32})
+  with pytest.raises(ValueError, match=r"Sizes that do: 1, 2, 4, 8, 16\."):
+    sizes(config, 16)
 
 
 @pytest.mark.parametrize(

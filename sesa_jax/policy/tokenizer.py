@@ -119,7 +119,12 @@ def _load_hf(folder: Path) -> PreTrainedTokenizerFast:
     weights.read_json(folder / name)
   # Not AutoTokenizer: its classes build some of the parts anew from the
   # vocabulary, while tokenizer.json is what the model was trained with.
-  return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+  return PreTrainedTokenizerFast.from_pretrained(
+    folder,
+    local_files_only=True,
+    # Some folders ask for it; text would then not be what its ids say.
+    clean_up_tokenization_spaces=False,
+  )
 
 
 def _load_gguf(path: str | Path) -> PreTrainedTokenizerFast:

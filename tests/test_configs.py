@@ -1,0 +1,247 @@
+"""Every config file: it loads, it is the paper's, and it knows its machines."""
+
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+from flax import traverse_util
+from ml_collections import ConfigDict
+
+from configs import common
+from sesa_jax import distributed, tools
+
+ROOT = Path(__file__).parents[1]
+NOT_PAPER = {"tiny", "smollm2_135m"}
+FILES = sorted(
+  path.stem
+  for path in (ROOT / "configs").glob("*.py")
+  if path.stem not in ("__init__", "common")
+)
+PAPER = sorted(set(FILES) - NOT_PAPER)
+
+# The weights' names on the model hub.
+BACKBONES = {
+  "qwen3_4b": "Qwen/Qwen3-4B",
+  "qwen3_4b_instruct": "Qwen/Qwen3-4B-Instruct-2507",
+  "qwen3_8b": "Qwen/Qwen3-8B",
+  "qwen2_5_7b": "Qwen/Qwen2.5-7B",
+  "qwen2_5_7b_instruct": "Qwen/Qwen2.5-7B-Instruct",
+  "llama3_1_8b": "meta-llama/Llama-3.1-8B",
+  "search_r1_7b": "PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-7b-em-ppo-"
+  "v0.2",
+  "qwen3_0_6b": "Qwen/Qwen3-0.6B",
+  "qwen3_1_7b": "Qwen/Qwen3-1.7B",
+}
+
+# As the papers have them, and ours where they have none.
+ROLE = {
+  "learning_rate": 1e-6,
+  "warmup_updates": 5,
+  "minibatch_questions": 128,
+  "clip_low": 0.2,
+  "clip_high": 0.285,
+  "kl_coefficient": 0.01,
+  "temperature": 1.0,
+  "turns": 10,
+  "turn_tokens": 1024,
+  "episode_tokens": 12288,
+}
+VALUES = {
+  "questions": 256,
+  **{f"solver.{name}": value for name, value in ROLE.items()},
+  **{f"challenger.{name}": value for name, value in ROLE.items()},
+  "solver.group_size": 5,
+  "solver.baseline": "group",
+  "challenger.group_size": 1,
+  "challenger.baseline": "batch",
+  "challenger.invalid": "endpoint",
+  "learner.loss": "grpo",
+  "learner.weight_decay": 0.01,
+  "learner.gradient_clip": 1.0,
+  "learner.std_epsilon": 1e-6,
+  "learner.importance_cap": 2.0,
+  "environment.passages_per_search": 3,
+  "environment.observation_tokens": 768,
+  "environment.max_malformed": 1,
+  "environment.max_answer_words": 32,
+  "frontier.reward": "bell",
+  "frontier.low": 0.0,
+  "frontier.high": 1.0,
+  "frontier.endpoint_penalty": 0.1,
+  "frontier.gate": "frontier",
+  "verifier.answerer": "judge",
+  "verifier.tokens": 70,
+  "verifier.max_tokens": 8192,
+  "verifier.noise": 4,
+  "verifier.probes": 32,
+  "pool.refill": "replay",
+  "pool.empty_every": 10,
+  "bank.capacity": 800,
+  "bank.top": 3,
+  "bank.min_score": None,
+  "bank.block_tokens": 512,
+  "bank.threshold": 0.93,
+  "bank.credit": "rollout",
+  "bank.retire_after": 3,
+  "encoder.path": "assets:e5-base-v2",
+  "encoder.query_prefix": "query: ",
+  "encoder.passage_prefix": "passage: ",
+  "distillation.every": 10,
+  "distillation.min_pending": 20,
+  "distillation.max_records": 30,
+  "distillation.queue_size": 300,
+  "distillation.keep": "newest",
+  "distillation.passage_tokens": 1500,
+  "search.engine": "search_r1",
+  "search.k1": 0.9,
+  "search.b": 0.4,
+  "eval.turns": 10,
+  "lost_limit": 0.02,
+}
+
+
+def load(name, variant="sesa"):
+  return importlib.import_module(f"configs.{name}").get_config(variant)
+
+
+def flat(config):
+  return traverse_util.flatten_dict(config.to_dict(), sep=".")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_preset_of_every_file_loads(name):
+  for preset in common.PRESETS:
+    config = load(name, preset)
+    assert config.is_locked
+    assert (config.name, config.preset) == (name, preset)
+    for field, value in common.PRESETS[preset].items():
+      assert flat(config)[field] == value
+  with pytest.raises(ValueError, match="Did you mean 'no_bell'"):
+    load(name, "no_bel")
+
+
+def test_every_backbone_has_a_config():
+  assert set(BACKBONES) | NOT_PAPER == set(FILES)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_backbones_config_is_the_papers(name):
+  config = flat(load(name))
+  assert {field: config[field] for field in VALUES} == VALUES
+  assert 150 <= config["iterations"] <= 200
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_backbones_config_differs_by_weights_and_machines_alone(name):
+  config, paper = flat(load(name)), flat(common.get_config())
+  differs = {
+    field
+    for field in config
+    if not field.startswith("machines.") and config[field] != paper[field]
+  }
+  layout = {"policy.template"} if name == "search_r1_7b" else set()
+  assert differs == {"name", "policy.path"} | layout
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_weights_are_those_that_are_fetched(name):
+  assets = tomllib.loads((ROOT / "third_party/assets.toml").read_text("utf-8"))
+  config = load(name)
+  asset = assets[config.policy.path.removeprefix("assets:")]
+  assert asset["package"] == BACKBONES[name]
+  assert "paper" in asset["sets"]
+  assert BACKBONES[name] in importlib.import_module(f"configs.{name}").__doc__
+  # And what else it names.
+  folder, _, file = config.seeds.path.removeprefix("assets:").partition("/")
+  assert file in assets[folder]["files"]
+  assert config.encoder.path.removeprefix("assets:") in assets
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_docstring_gives_the_command(name):
+  said = importlib.import_module(f"configs.{name}").__doc__
+  assert f"python -m sesa_jax.main --config=configs/{name}.py --work" in said
+
+
+@pytest.mark.parametrize("kind", distributed.MACHINES)
+@pytest.mark.parametrize("name", FILES)
+def test_machines_change_what_follows_the_machine_alone(name, kind):
+  config = load(name)
+  found = tools.for_machine(config, kind)
+  tools._check_ranges(found)
+  assert found.is_locked
+  assert not found.machines
+  before, after = flat(config), flat(found)
+  for field, value in after.items():
+    if value != before.get(field, value):
+      assert field.startswith(("mesh.", "engine.")) or field in (
+        "learner.microbatch_rows",
+        "learner.offload",
+        "policy.attention",
+        "policy.remat",
+      ), field
+
+
+def test_a_small_chips_values():
+  v5e = tools.for_machine(load("qwen3_8b"), "v5e")
+  assert v5e.mesh.rollout_tensor == 4
+  assert v5e.learner.microbatch_rows == 16
+  assert v5e.learner.offload
+  v5e = tools.for_machine(load("qwen3_4b"), "v5e")
+  assert (v5e.mesh.rollout_tensor, v5e.learner.offload) == (4, False)
+  assert tools.for_machine(load("qwen3_0_6b"), "v5e").mesh.rollout_tensor == 1
+  a100 = tools.for_machine(load("qwen3_8b"), "a100")
+  assert a100.learner.microbatch_rows == 8
+  assert not a100.learner.offload
+
+
+def test_a_value_belongs_to_one_machine():
+  config = load("qwen3_8b")
+  config.machines.v5e.mesh.rollout_tensor = 2
+  assert tools.for_machine(config, "v5e").mesh.rollout_tensor == 2
+  assert tools.for_machine(config, "v6e").mesh.rollout_tensor == 4
+
+
+def machined(**values):
+  config = common.get_config()
+  config.machines = ConfigDict(values)
+  return common.finish(config, "no_bell")
+
+
+def test_only_the_machines_own_values_are_taken():
+  config = machined(
+    v5e=dict(engine=dict(slots=3), mesh=dict(tensor=2)),
+    a100=dict(engine=dict(slots=5), learner=dict(adam_eps=1)),
+  )
+  v5e = tools.for_machine(config, "v5e", keep=("mesh.tensor",))
+  assert (v5e.engine.slots, v5e.mesh.tensor) == (3, 1)
+  a100 = tools.for_machine(config, "a100", keep=("engine.pages",))
+  assert (a100.engine.slots, a100.mesh.tensor) == (5, 1)
+  assert a100.learner.adam_eps == 1.0
+  without = machined()
+  for kind in ("cpu", "gpu"):
+    assert flat(tools.for_machine(config, kind)) == flat(without)
+  assert config.engine.slots == 64  # it is a copy
+  assert len(config.machines) == 2
+  assert flat(tools.for_machine(v5e, "v5e")) == flat(v5e)
+
+
+@pytest.mark.parametrize("here", ["v5e", "cpu"])
+@pytest.mark.parametrize(
+  ("values", "says"),
+  [
+    ({"v5": {}}, "machines 'v5'. Choices: v5e, v5p, v6e, a100, h100, cpu"),
+    ({"v5e": {"engine": {"slts": 3}}}, "machines.v5e.engine.slts: .* no field"),
+    ({"v5e": {"engine": 3}}, "machines.v5e.engine: .* no field engine"),
+  ],
+)
+def test_what_machines_may_not_name(values, says, here):
+  with pytest.raises(ValueError, match=says):
+    tools.for_machine(machined(**values), here)
+
+
+def test_a_value_of_another_type_is_an_error():
+  config = machined(v5e=dict(engine=dict(slots="many")))
+  with pytest.raises(ValueError, match=r"machines\.v5e\.engine\.slots: .*many"):
+    tools.for_machine(config, "v5e")
