@@ -81,7 +81,7 @@ def get_config() -> ConfigDict:
         example=False,  # a worked episode in the prompt, for very small models
         compute_dtype="bfloat16",
         remat=True,
-        attention="auto",  # or "xla", "splash" (TPU), "cudnn" (GPU)
+        attention="auto",  # or "xla", "blocks", "splash" (TPU), "cudnn" (GPU)
       ),
       mesh=dict(
         fsdp=0,  # training; 0: all devices / tensor

@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import io
 import logging as std_logging  # for its levels; absl's are others
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,44 @@ class Checkpoints:
     """Reads the weights of one of `milestones()`; as `restore` else."""
     return self._restore(self._weights, step, trees, {})
 
+  def reader(
+    self, step: int, name: str, tree: Any
+  ) -> Callable[[str], np.ndarray]:
+    """Returns a function that reads one array at a time, to the host.
+
+    Args:
+      step: one of `steps()`.
+      name: of a tree of the checkpoint.
+      tree: shapes, in nested dicts, that it must hold; it may hold more.
+
+    Returns:
+      From a path in `tree`, "params/norm/scale", to its array.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it holds another tree; when an
+        array is read: it is damaged.
+    """
+    self._check(self._full, step, {name: tree}, partly=True)
+    folder = self._full.directory / str(step) / name
+    handler = ocp.PyTreeCheckpointHandler()
+    array = ocp.RestoreArgs(restore_type=np.ndarray)
+
+    def read(path: str) -> np.ndarray:
+      item, restore_args = 0, array
+      for key in reversed(path.split("/")):
+        item, restore_args = {key: item}, {key: restore_args}
+      arguments = ocp.args.PyTreeRestore(
+        item=item, restore_args=restore_args, partial_restore=True
+      )
+      try:
+        return jax.tree.leaves(handler.restore(folder, args=arguments))[0]
+      except (KeyError, OSError, ValueError) as error:
+        raise ValueError(
+          f"{folder} is damaged at {path}: {str(error)[:300]}"
+        ) from error
+
+    return read
+
   def close(self) -> None:
     """Ends Orbax's threads."""
     self._full.close()
@@ -163,6 +201,19 @@ class Checkpoints:
   def _restore(
     self, manager: Any, step: int, trees: Mapping[str, Any], more: dict
   ) -> dict[str, Any]:
+    self._check(manager, step, trees)
+    items = {name: ocp.args.StandardRestore(t) for name, t in trees.items()}
+    restored = manager.restore(step, args=ocp.args.Composite(**items, **more))
+    return {name: restored[name] for name in items.keys() | more.keys()}
+
+  def _check(
+    self,
+    manager: Any,
+    step: int,
+    trees: Mapping[str, Any],
+    partly: bool = False,
+  ) -> None:
+    """Raises if a step is not there, or holds other trees."""
     steps = sorted(manager.all_steps())
     if step not in steps:
       have = ", ".join(map(str, steps)) or "none"
@@ -172,16 +223,13 @@ class Checkpoints:
       )
     folder = manager.directory / str(step)
     for name, tree in trees.items():
-      differs = _difference(folder / name, tree)
+      differs = _difference(folder / name, tree, partly)
       if differs:
         raise ValueError(
           f"The checkpoint of step {step} in {manager.directory} does not fit "
           f"this config: {name}{differs}. Use the config of the run that "
           "wrote it."
         )
-    items = {name: ocp.args.StandardRestore(t) for name, t in trees.items()}
-    restored = manager.restore(step, args=ocp.args.Composite(**items, **more))
-    return {name: restored[name] for name in items.keys() | more.keys()}
 
 
 def has_steps(folder: str | Path) -> bool:
@@ -189,8 +237,10 @@ def has_steps(folder: str | Path) -> bool:
   return any(path.name.isdigit() for path in Path(folder).glob("*"))
 
 
-def _difference(folder: Any, tree: Any) -> str:
+def _difference(folder: Any, tree: Any, partly: bool = False) -> str:
   """Says in which array a saved tree differs from `tree`; "" if in none.
+
+  With `partly` the saved one may hold more.
 
   Orbax would find out too, with a page of both structures, or midway.
   """
@@ -198,7 +248,7 @@ def _difference(folder: Any, tree: Any) -> str:
     return " is not in it"
   saved = ocp.StandardCheckpointHandler().metadata(folder).tree
   have, want = _shapes(saved), _shapes(tree)
-  for path in sorted(have.keys() | want.keys()):
+  for path in sorted(want.keys() if partly else have.keys() | want.keys()):
     if have.get(path) != want.get(path):
       return (
         f".{path} has shape {have.get(path, 'none (it is absent)')} there and "

@@ -135,6 +135,11 @@ def machine() -> str:
   return machine_kind(device.platform, device.device_kind)
 
 
+def first_host(devices: Sequence[jax.Device]) -> list[jax.Device]:
+  """Those that are on the first one's host."""
+  return [d for d in devices if d.process_index == devices[0].process_index]
+
+
 def host_cpu() -> jax.Device:
   """The host's own CPU device; the first of all would be the lead's."""
   return jax.local_devices(backend="cpu")[0]

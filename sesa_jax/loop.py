@@ -26,6 +26,7 @@ from sesa_jax import (
   prompts,
   records,
   report,
+  rollout,
   types,
 )
 from sesa_jax import state as state_lib
@@ -67,11 +68,15 @@ def iteration(
     seed=config.seed,
     position=state.position,
   )
-  weights = tools.engine.load(state.challenger.params)
+  weights, posing_gap = rollout.weights(
+    tools.engine, world.challenger, state.challenger.params
+  )
   posed, posing = _pose(weights, seeds, tools, config, number)
   del weights  # before the solver's copy is made
   begin("verify")
-  weights = tools.engine.load(state.solver.params)
+  weights, solving_gap = rollout.weights(
+    tools.engine, world.solver, state.solver.params
+  )
   checked = _check(weights, posed, state.pool, world, config, number)
   tasks = checked.tasks
   begin("solve", len(tasks) * config.solver.group_size)
@@ -139,6 +144,8 @@ def iteration(
     **records.rollout_metrics(solved, "solver/rollout"),
     **records.prefixed("challenger/engine", posing),
     **records.prefixed("solver/engine", solving),
+    "challenger/engine/copy_gap": posing_gap,
+    "solver/engine/copy_gap": solving_gap,
     **records.prefixed("challenger", learned_posing),
     **records.prefixed("solver", learned_solving),
     **distilled.metrics,
@@ -490,7 +497,7 @@ def _evaluate(config, world, state, progress) -> list[dict[str, Any]]:
     report.evaluation_budget(config, sets),
   )
   return evaluation.evaluate(
-    world.tools.engine.load(state.solver.params),
+    rollout.weights(world.tools.engine, world.solver, state.solver.params)[0],
     state.bank,
     sets,
     world.tools,

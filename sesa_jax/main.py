@@ -49,13 +49,40 @@ _FORCE_NEW = flags.DEFINE_bool(
 )
 _QUESTION = flags.DEFINE_string("question", None, "show: id or part of text.")
 _VERDICT = flags.DEFINE_string("verdict", None, "show: right, wrong, unknown.")
-_SKILL = flags.DEFINE_string("skill", None, "show: id of a skill shown.")
+_SKILL = flags.DEFINE_string(
+  "skill", None, "show: id of a skill shown. skills: tell this one's life."
+)
 _ARM = flags.DEFINE_string("arm", None, "show: challenger, solver, evidence.")
-_ITERATION = flags.DEFINE_integer("iteration", None, "show: of the episodes.")
+_ITERATION = flags.DEFINE_integer(
+  "iteration", None, "show: of the episodes. skills: the bank after it."
+)
 _LIMIT = flags.DEFINE_integer("limit", 10, "show: episodes at most.")
 _POLICY = flags.DEFINE_string("policy", None, "export: challenger or solver.")
-_OUT = flags.DEFINE_string("out", None, "export: the folder to make.")
+_OUT = flags.DEFINE_string(
+  "out",
+  None,
+  "export: the folder to make. skills: a .jsonl file to write the bank to, or "
+  "a folder for SKILL.md folders.",
+)
 _DTYPE = flags.DEFINE_string("dtype", "float32", "export: or bfloat16.")
+
+_BANK = flags.DEFINE_string(
+  "bank", None, "skills: a .jsonl file, a run's folder, or SKILL.md folders."
+)
+_OTHER = flags.DEFINE_string("other", None, "skills: a bank to compare with.")
+_MERGE = flags.DEFINE_bool(
+  "merge",
+  False,
+  "skills: put --other into --bank, to --out; with --config without what its "
+  "encoder finds restated.",
+)
+_PLOT = flags.DEFINE_bool(
+  "plot", False, "skills: draw the run's curves into its folder."
+)
+_TARGET = flags.DEFINE_string(
+  "target", "here", "plan: v5e:4x4, v5p:2x2x1, v6e:4x4, ..., a100:8 or here."
+)
+_JSON = flags.DEFINE_bool("json", False, "plan: print JSON, not tables.")
 
 
 def train() -> None:
@@ -108,11 +135,62 @@ def export() -> None:
   )
 
 
-MODES: dict[str, Callable[[], None]] = {
+def skills() -> None:
+  """Looks into a bank of skills, compares, merges, converts or plots."""
+  from sesa_jax.skills import life
+
+  encoder = threshold = None
+  if _CONFIG.value is not None and _MERGE.value:
+    from sesa_jax import tools
+
+    encoder = tools._encoder(_CONFIG.value.encoder)
+    threshold = _CONFIG.value.bank.threshold
+  life.main(
+    _BANK.value,
+    _WORKDIR.value,
+    skill=_SKILL.value,
+    iteration=_ITERATION.value,
+    other=_OTHER.value,
+    merge=_MERGE.value,
+    out=_OUT.value,
+    plot=_PLOT.value,
+    encoder=encoder,
+    threshold=threshold,
+  )
+
+
+def plan() -> int:
+  """Says whether a config's run fits a machine, and what it costs there."""
+  config = _need(_CONFIG.value, "config")
+  if _TARGET.value != "here":
+    # Nothing runs: compilers alone are asked, whatever devices there are.
+    os.environ |= {
+      "JAX_PLATFORMS": "cpu",
+      "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+      "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+  from sesa_jax.plan import tables
+
+  given = config_flags.get_override_values(FLAGS["config"])
+  return tables.main(config, _TARGET.value, given, _JSON.value)
+
+
+def selftest() -> int:
+  """Checks what this machine computes; run it first on a new one."""
+  from sesa_jax import selftest as selftest_lib
+
+  return selftest_lib.main()
+
+
+# A mode that returns nothing has the exit code 0.
+MODES: dict[str, Callable[[], int | None]] = {
   "train": train,
   "eval": evaluate,
   "show": show,
   "export": export,
+  "plan": plan,
+  "selftest": selftest,
+  "skills": skills,
 }
 
 
@@ -206,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       print(f"{__doc__}\n{FLAGS.module_help(sys.modules[__name__])}")
       return 0
     _parse(argv)
-    MODES[_MODE.value]()
+    return MODES[_MODE.value]() or 0
   except ValueError as error:
     print(f"error: {_one_line(error)}", file=sys.stderr)
     return 2
@@ -222,7 +300,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   except KeyboardInterrupt:
     print("stopped: interrupted; the same command resumes.", file=sys.stderr)
     return 130
-  return 0
 
 
 class _Lines(logging.Handler):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import logging
 
 from sesa_jax import checkpoint, manifest, metrics, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.language import question_key
+from sesa_jax.learner import grpo
+from sesa_jax.policy import export as export_lib
+from sesa_jax.policy import model, tokenizer, weights
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation, priming, validity
 
@@ -120,12 +124,7 @@ def restore(
   try:
     trees, host, arrays, files = store.restore(step, abstract)
   except (KeyError, OSError, ValueError) as error:
-    others = [number for number in store.steps() if number != step]
-    raise ValueError(
-      f"The checkpoint of iteration {step} in {store.folder} is damaged, or of "
-      f"another model: {error} If it is damaged, remove its folder; whole ones "
-      f"may be those of iterations {others or 'none'}."
-    ) from error
+    raise _unreadable(store, step, error) from error
   return State(
     iteration=host["iteration"],
     challenger=types.Policy(*trees["challenger"]),
@@ -137,6 +136,17 @@ def restore(
     pool=validity.Pool.from_json(host["pool"]),
     position=host["position"],
   ), files
+
+
+def _unreadable(
+  store: checkpoint.Checkpoints, step: int, error: Exception
+) -> ValueError:
+  others = [number for number in store.steps() if number != step]
+  return ValueError(
+    f"The checkpoint of iteration {step} in {store.folder} is damaged, or of "
+    f"another model: {error} If it is damaged, remove its folder; whole ones "
+    f"may be those of iterations {others or 'none'}."
+  )
 
 
 def save(
@@ -208,3 +218,59 @@ def parent_of(
       f"{number}. It has: {', '.join(map(str, steps)) or 'none'}."
     )
   return Path(run_) / "checkpoints", int(number)
+
+
+def export(
+  workdir: str, policy: str, out: str, dtype: str, config: Any = None
+) -> None:
+  """Writes a policy of a run's newest checkpoint as a Hugging Face folder.
+
+  Args:
+    workdir: the run's folder; its `config.json` says what the policy began as.
+    policy: "challenger" or "solver".
+    out: the folder to make.
+    dtype: "float32" or "bfloat16".
+    config: the run's config, if it should be checked.
+
+  Raises:
+    ValueError: a choice is unknown, `out` holds something, or there is no such
+      run, no checkpoint in it, or the config is another run's.
+  """
+  grpo.one_of("--policy", policy, ("challenger", "solver"))
+  export_lib.check(out, dtype)
+  run = metrics.RunFolder(workdir, writes=False).read_json("config.json", {})
+  if not run:
+    raise ValueError(f"{workdir} is not the folder of a run: no config.json.")
+  given = metrics.plain(config.to_dict()) if config else run
+  differs = [
+    field
+    for field in manifest.config_diff(run, given)
+    if field.startswith(("policy.source:", "policy.path:"))
+  ]
+  if differs:
+    raise ValueError(
+      f"{workdir} is the run of another config: {'; '.join(differs)}. Leave "
+      "--config out, or give the run's own."
+    )
+  if not checkpoint.has_steps(Path(workdir) / "checkpoints"):
+    raise ValueError(f"{workdir} has no checkpoint yet; train first.")
+  store = checkpoint.Checkpoints(Path(workdir) / "checkpoints", read_only=True)
+  newest = max(store.steps())
+  source, path = run["policy"]["source"], run["policy"]["path"]
+  backbone = weights.check(source, tools_lib.locate(path))
+  tree = {"params": model.abstract_params(backbone)}
+  try:
+    read = store.reader(newest, policy, tree)
+  except (KeyError, OSError, ValueError) as error:
+    raise _unreadable(store, newest, error) from error
+  export_lib.save(
+    out,
+    backbone,
+    tokenizer.load(source, tools_lib.locate(path)),
+    lambda leaf: read(f"params/{leaf}"),
+    dtype=dtype,
+  )
+  store.close()
+  logging.info(
+    "The %s after iteration %d, in %s: %s", policy, newest, dtype, out
+  )

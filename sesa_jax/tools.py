@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import traverse_util
+from jax.sharding import Mesh
 
 from sesa_jax import distributed, environment, prompts, types
 from sesa_jax.data import benchmarks, corpus, seeds
@@ -29,7 +30,7 @@ from sesa_jax.judge import offline
 from sesa_jax.language import ENGLISH, question_key
 from sesa_jax.learner import grpo, packing
 from sesa_jax.learner import learner as learner_lib
-from sesa_jax.policy import model, sharding, tokenizer, weights
+from sesa_jax.policy import attention, model, sharding, tokenizer, weights
 from sesa_jax.retrieval import encoder
 from sesa_jax.search import bm25
 from sesa_jax.skills import bank as skill_bank
@@ -46,7 +47,7 @@ ENGINES = ("bm25",)
 SEED_SOURCES = ("titles", "jsonl")
 BANKS = ("none", "final")
 DTYPES = ("float32", "bfloat16")
-ATTENTIONS = ("auto", "xla", "splash", "cudnn")
+ATTENTIONS = ("auto", "xla", "splash", "cudnn", "blocks")
 CACHES = ("paged", "contiguous")
 
 
@@ -454,7 +455,7 @@ def assemble(config: Any, texts: Texts) -> World:
   )
   _check_lengths(config, texts, render)
   challenger, solver = (
-    _learner(config, config[name], graphdef, mesh)
+    learner(config, config[name], graphdef, mesh)
     for name in ("challenger", "solver")
   )
   reference = jax.device_put(params, solver.programs.policy.params)
@@ -481,7 +482,22 @@ def _encoder(spec: Any) -> types.Encoder:
   )
 
 
-def _learner(config, role, graphdef, mesh) -> learner_lib.Learner:
+def learner(
+  config: Any, role: Any, graphdef: model.Decoder, mesh: Mesh
+) -> learner_lib.Learner:
+  """Returns the learner of one role, `config.challenger` or `config.solver`.
+
+  No array is made: the mesh may be one of devices that are not here.
+
+  Raises:
+    ValueError: `policy.attention` cannot run there.
+  """
+  kind = attention.resolve(
+    config.policy.attention,
+    mesh.devices.flat[0].platform,
+    graphdef.backbone.head_dim,
+    config.policy.compute_dtype,
+  )
   return learner_lib.Learner(
     graphdef,
     mesh,
@@ -492,8 +508,23 @@ def _learner(config, role, graphdef, mesh) -> learner_lib.Learner:
     clip_high=role.clip_high,
     kl_coefficient=role.kl_coefficient,
     compute_dtype=config.policy.compute_dtype,
+    attention=kind,
     remat=config.policy.remat,
     **{k: v for k, v in config.learner.items() if k != "std_epsilon"},
+  )
+
+
+def engine_sizes(config: Any) -> dict[str, Any]:
+  """Returns what both `Engine` and its `layout` take from a config."""
+  paged = config.engine.cache == "paged"
+  return dict(
+    slots=config.engine.slots,
+    length=slot_tokens(config),
+    page_size=config.engine.page_size,
+    pages=config.engine.pages,
+    prefill_chunk=config.engine.prefill_chunk,
+    dtype=config.policy.compute_dtype,
+    attention="auto" if paged else "cudnn_contiguous",
   )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sesa_jax import types
-from sesa_jax.engine import decode
+from sesa_jax.engine import sampling
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.policy import backbones, model
 
@@ -341,7 +341,7 @@ def test_sample_follows_the_distribution():
   logits = np.pad(logits, (0, 600), constant_values=-np.inf)[None]
   rows = 4000
   keys = np.stack([engine_lib.sampling_key(0, 0, "q", i) for i in range(rows)])
-  ids, logprobs = jax.jit(decode.sample)(
+  ids, logprobs = jax.jit(sampling.sample)(
     jnp.repeat(logits, rows, 0),
     keys,
     jnp.zeros(rows, jnp.int32),
@@ -364,7 +364,7 @@ def test_sample_equals_a_plain_inverse_cdf():
   logits = rng.normal(size=(64, 1000)).astype(np.float32) * 3
   keys = rng.integers(0, 2**32, (64, 2), np.uint32)
   positions = np.arange(64, dtype=np.int32)
-  ids, _ = jax.jit(decode.sample)(
+  ids, _ = jax.jit(sampling.sample)(
     logits, keys, positions, jnp.ones(64, jnp.float32)
   )
   for row in range(64):

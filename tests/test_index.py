@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from sesa_jax.distributed import host_cpu
+from sesa_jax.retrieval import index
 from sesa_jax.retrieval.index import top_k
 
 
@@ -73,3 +74,89 @@ def test_bad_input():
   one = np.ones((1, 2), np.float32)
   with pytest.raises(ValueError, match="k = 0"):
     top_k(one, one, np.ones(1, bool), 0)
+
+
+# --- indexes ---------------------------------------------------------------
+
+
+def clustered(count, dim=16, clusters=40, seed=0) -> np.ndarray:
+  """Unit rows that lie in clusters, as those of text do."""
+  rng = np.random.default_rng(seed)
+  centres = np.random.default_rng(9).normal(size=(clusters, dim))
+  rows = centres[rng.integers(clusters, size=count)]
+  rows = rows + 0.5 * rng.normal(size=rows.shape)
+  rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+  return rows.astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["exact", "scann"])
+@pytest.mark.parametrize("S", [1, 2, 5, 300])
+def test_every_small_index_finds_what_sorting_finds(kind, S):
+  rng = np.random.default_rng(S)
+  queries, vectors = clustered(9, seed=1), clustered(S, seed=2)
+  mask = rng.random(S) < 0.7
+  built = index.build(vectors, mask, kind)
+  for allowed in (None, rng.random((9, S)) < 0.6):
+    every = mask if allowed is None else mask & allowed
+    for k in (1, 3):
+      scores, rows = built.search(queries, k, allowed)
+      expected, where = naive(queries, vectors, every, k)
+      np.testing.assert_array_equal(rows, where)
+      np.testing.assert_allclose(scores, expected, atol=1e-6)
+      assert (scores.dtype, rows.dtype) == (np.float32, np.int32)
+
+
+@pytest.mark.parametrize("kind", ["exact", "scann"])
+def test_ties_and_neighbours_that_are_not_allowed(kind):
+  vectors = np.repeat(np.eye(2, dtype=np.float32), [60, 2], axis=0)
+  built = index.build(vectors, np.ones(62, bool), kind)
+  query = np.array([[1, 0]], np.float32)
+  assert built.search(query, 3)[1].tolist() == [[0, 1, 2]]
+  # More are barred than an index fetches beyond k.
+  allowed = np.ones((1, 62), bool)
+  allowed[0, :59] = False
+  scores, rows = built.search(query, 4, allowed)
+  assert rows.tolist() == [[59, 60, 61, -1]]
+  assert scores.tolist() == [[1, 0, 0, -np.inf]]
+
+
+@pytest.mark.parametrize("kind", ["exact", "scann"])
+def test_an_index_of_nothing(kind):
+  built = index.build(np.ones((3, 2), np.float32), np.zeros(3, bool), kind)
+  scores, rows = built.search(np.ones((2, 2), np.float32), 2)
+  assert rows.tolist() == [[-1, -1]] * 2
+  assert np.isneginf(scores).all()
+  full = index.build(np.ones((3, 2), np.float32), np.ones(3, bool), kind)
+  assert full.search(np.ones((0, 2), np.float32), 2)[1].shape == (0, 2)
+  with pytest.raises(ValueError, match="k = 0"):
+    full.search(np.ones((1, 2), np.float32), 0)
+
+
+def test_a_tree_finds_nearly_all_and_the_same_each_time(monkeypatch):
+  monkeypatch.setattr(index, "TREE_FROM", 1000)
+  queries, vectors = clustered(64, seed=1), clustered(4000, seed=2)
+  mask = np.arange(4000) % 5 > 0
+  built = index.build(vectors, mask, "scann")
+  _, rows = built.search(queries, 3)
+  _, exact = top_k(queries, vectors, mask, 3)
+  found = (
+    np.mean([len(set(a) & set(b)) for a, b in zip(rows, exact, strict=True)])
+    / 3
+  )
+  assert found > 0.9
+  assert (rows % 5 > 0).all()
+  again = index.build(vectors, mask, "scann").search(queries, 3)[1]
+  np.testing.assert_array_equal(rows, again)
+
+
+def test_what_is_built(monkeypatch):
+  vectors, mask = np.eye(4, dtype=np.float32), np.ones(4, bool)
+  assert isinstance(index.build(vectors, mask), index.Exact)
+  with pytest.raises(
+    ValueError, match=r"'faiss'\. Choices: auto, exact, scann"
+  ):
+    index.build(vectors, mask, "faiss")
+  monkeypatch.setattr(index, "has_scann", lambda: False)
+  assert index.faster(10**7) == "exact"
+  with pytest.raises(ValueError, match="needs the package scann"):
+    index.build(vectors, mask, "scann")

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = (
   "main",
+  "plan",
   "loop",
   "state",
   "report",
@@ -30,6 +31,7 @@ LEVELS = (
   "data",
   "engine",
   "learner",
+  "costs",
   "policy",
   "environment",
   "prompts",
@@ -41,7 +43,7 @@ LEVEL = {
   name: number for number, line in enumerate(LEVELS) for name in line.split()
 }
 # The only ones that see a ConfigDict.
-CONFIGURED = {"main", "loop", "state", "report", "evaluation", "tools"}
+CONFIGURED = {"main", "plan", "loop", "state", "report", "evaluation", "tools"}
 
 
 def modules():

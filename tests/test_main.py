@@ -60,6 +60,8 @@ def command(*flags):
     (["--config=README.md", "--workdir=w"], ["README.md is not a config"]),
     (["--config=configs/__init__.py"], ["has no get_config()"]),
     (["--mode=show", "--workdir=README.md"], ["README.md"]),
+    (["--mode=skills"], ["--bank is missing", "--workdir"]),
+    (["--mode=skills", "--bank=no.jsonl"], ["no.jsonl: no such file"]),
   ],
 )
 def test_bad_flags(flags, says):

@@ -1,7 +1,13 @@
+import collections
+import dataclasses
+import hashlib
 import json
+import math
 import os
-import pathlib
+import socket
 import struct
+import subprocess
+import sys
 
 import gguf
 import jax
@@ -11,17 +17,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from sesa_jax.policy import backbones, model, tokenizer, weights
-
-SMOLLM2 = (
-  pathlib.Path(
-    os.environ.get("SESA_JAX_ASSETS", "~/.cache/sesa_jax")
-  ).expanduser()
-  / "smollm2-135m-instruct"
-  / "SmolLM2-135M-Instruct.Q4_1.gguf"
-)
+from sesa_jax.policy import backbones, model, sharding, weights
 
 
 def llama(**changes):
@@ -58,8 +55,8 @@ def test_shards_and_one_file_hold_the_same(tmp_path):
   reference.save_pretrained(tmp_path / "one")
   reference.save_pretrained(tmp_path / "many", max_shard_size="6KB")
   assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-  backbone, one = weights.load_hf(tmp_path / "one")
-  again, many = weights.load_hf(tmp_path / "many")
+  backbone, one = weights.load("hf", tmp_path / "one")
+  again, many = weights.load("hf", tmp_path / "many")
   assert backbone == again
   jax.tree.map(np.testing.assert_array_equal, one, many)
   theirs = reference.model.layers[1].mlp.down_proj.weight.detach().T
@@ -69,7 +66,7 @@ def test_shards_and_one_file_hold_the_same(tmp_path):
 def test_bfloat16_files_become_float32_masters(tmp_path):
   reference = llama().to(torch.bfloat16)
   reference.save_pretrained(tmp_path)
-  _, params = weights.load_hf(tmp_path)
+  _, params = weights.load("hf", tmp_path, vocab_multiple=1)
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {
     jnp.dtype(jnp.float32)
   }
@@ -79,21 +76,21 @@ def test_bfloat16_files_become_float32_masters(tmp_path):
 
 
 def test_structure_is_that_of_init(folder):
-  backbone, params = weights.load_hf(folder)
+  backbone, params = weights.load("hf", folder)
   drawn = model.abstract_params(backbone)
   assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, drawn)
 
 
 def test_check_returns_the_backbone_without_loading(folder):
   assert weights.check("hf", str(folder)).layers == 2
-  assert weights.check("random", "") == backbones.tiny()
+  assert weights.check("random", "").table_rows == 512
 
 
 def test_random_weights_follow_the_key():
   backbone, one = weights.load("random", "", jax.random.key(0))
   _, same = weights.load("random", "", jax.random.key(0))
   _, other = weights.load("random", "", jax.random.key(1))
-  assert backbone == backbones.tiny()
+  assert dataclasses.replace(backbone, vocab_multiple=1) == backbones.tiny()
   jax.tree.map(np.testing.assert_array_equal, one, same)
   assert not np.array_equal(
     one["embed"]["embedding"], other["embed"]["embedding"]
@@ -223,8 +220,8 @@ def test_gguf_equals_the_folder_of_the_same_model(tmp_path):
   )
   reference.save_pretrained(tmp_path)
   write_gguf(tmp_path / "m.gguf", reference)
-  backbone, params = weights.load_gguf(tmp_path / "m.gguf")
-  expected_backbone, expected = weights.load_hf(tmp_path)
+  backbone, params = weights.load("gguf", tmp_path / "m.gguf")
+  expected_backbone, expected = weights.load("hf", tmp_path)
   assert backbone == expected_backbone
   jax.tree.map(np.testing.assert_array_equal, params, expected)
 
@@ -261,101 +258,259 @@ def test_a_corrupt_safetensors_header_is_an_error(folder):
     weights.check("hf", str(folder))
 
 
-needs_smollm2 = pytest.mark.skipif(
-  not SMOLLM2.exists(), reason="SmolLM2 is not fetched"
-)
+# --- sharded ---------------------------------------------------------------
+
+MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 
 
 @pytest.fixture(scope="module")
-def smollm2():
-  """Ours, and transformers' own reading of the same file."""
-  backbone, params = weights.load_gguf(SMOLLM2)
-  config = transformers.LlamaConfig(  # as published
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-    rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+def wide(tmp_path_factory):
+  """Two shards with everything that a leaf can be, cut by up to eight."""
+  torch.manual_seed(1)
+  config = transformers.Qwen2Config(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=4,
   )
-  reference = transformers.LlamaForCausalLM(config)
-  # What from_pretrained(gguf_file=...) calls; that asks for accelerate.
-  tensors = load_gguf_checkpoint(SMOLLM2, True, reference)["tensors"]
-  unfilled = reference.load_state_dict(tensors, strict=False)
-  assert unfilled.missing_keys == ["lm_head.weight"]  # tied
-  return reference.eval(), model.build(backbone), params
-
-
-@pytest.mark.slow
-@needs_smollm2
-def test_smollm2_scores_text_as_transformers_does(smollm2):
-  reference, graphdef, params = smollm2
-  text = pathlib.Path(model.__file__).read_text()
-  ids = tokenizer.load("gguf", SMOLLM2)(text)["input_ids"][:512]
-  ids = jnp.array(ids)[None]
-  positions = jnp.arange(512)[None]
-
-  @jax.jit
-  def score(params):
-    x = model.hidden(
-      graphdef,
-      params,
-      ids,
-      positions,
-      jnp.ones_like(ids),
-      compute_dtype=jnp.float32,
-      remat=False,
-    )
-    return model.logits(graphdef, params, x)
-
+  reference = transformers.Qwen2ForCausalLM(config)
   with torch.no_grad():
-    theirs = reference(torch.tensor(np.array(ids))).logits.numpy()
-  ours = np.asarray(score(params))
-  assert ours.shape == (1, 512, 49152)
-  np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-3)
-  best = np.sort(theirs, -1)
-  clear = best[..., -1] - best[..., -2] > 2e-3
-  np.testing.assert_array_equal(
-    ours.argmax(-1)[clear], theirs.argmax(-1)[clear]
+    for name, weight in reference.named_parameters():
+      weight.normal_("norm" in name, 0.2)
+  folder = tmp_path_factory.mktemp("wide")
+  reference.to(torch.bfloat16).save_pretrained(folder, max_shard_size="30KB")
+  assert len(list(folder.glob("*.safetensors"))) > 1
+  return folder
+
+
+@pytest.mark.parametrize(
+  ("source", "shape"),
+  [*((s, m) for s in ("hf", "gguf") for m in MESHES), ("random", (4, 2))],
+)
+def test_a_mesh_holds_what_one_device_does(source, shape, wide, tmp_path):
+  path = {"hf": wide, "gguf": tmp_path / "m.gguf", "random": ""}[source]
+  if source == "gguf":
+    write_gguf(path, llama(num_attention_heads=16, num_key_value_heads=8))
+  mesh = sharding.mesh(*shape)
+  key = jax.random.key(3)
+  backbone, alone = weights.load(source, path, key)
+  again, spread = weights.load(source, path, key, mesh=mesh)
+  assert backbone == again
+  jax.tree.map(np.testing.assert_array_equal, alone, spread)
+  where = sharding.shardings(mesh, alone)
+  assert jax.tree.map(lambda leaf: leaf.sharding, spread) == where
+
+
+class Counted:
+  """A safetensors file that says how many bytes of each tensor were read."""
+
+  def __init__(self, real, counts):
+    self.real, self.counts = real, counts
+
+  def keys(self):
+    return self.real.keys()
+
+  def get_slice(self, name):
+    part = self.real.get_slice(name)
+
+    class Slice:
+      get_shape, get_dtype = part.get_shape, part.get_dtype
+
+      def __getitem__(_, index):  # noqa: N805
+        values = part[index]
+        self.counts[name] += values.nbytes
+        return values
+
+    return Slice()
+
+
+@pytest.fixture
+def counts(monkeypatch):
+  counts = collections.Counter()
+  real = weights.safe_open
+  monkeypatch.setattr(
+    weights, "safe_open", lambda *a, **k: Counted(real(*a, **k), counts)
   )
+  return counts
+
+
+def sizes(folder):
+  """Bytes of each tensor, by the library that wrote it."""
+  return {
+    name: tensor.numel() * tensor.element_size()
+    for path in folder.glob("*.safetensors")
+    for name, tensor in safetensors.torch.load_file(path).items()
+  }
+
+
+@pytest.mark.parametrize("shape", [(1, 1), *MESHES])
+def test_every_byte_is_read_once(wide, counts, shape):
+  weights.load("hf", wide, mesh=sharding.mesh(*shape))
+  assert counts == sizes(wide)
+
+
+def test_nothing_is_read_to_check(wide, counts):
+  weights.check("hf", wide)
+  assert not counts
+
+
+PROGRAM = """
+import collections, hashlib, json, sys
+import jax, numpy as np
+from sesa_jax import distributed
+distributed.initialize()
+from sesa_jax.policy import sharding, weights
+from tests import test_weights
+counts = collections.Counter()
+real = weights.safe_open
+weights.safe_open = lambda *a, **k: test_weights.Counted(real(*a, **k), counts)
+_, params = weights.load("hf", sys.argv[1], mesh=sharding.mesh(8, 1))
+shares = {
+  jax.tree_util.keystr(path): [
+    [
+      [[axis.start, axis.stop] for axis in shard.index],
+      hashlib.md5(np.asarray(shard.data)).hexdigest(),
+    ]
+    for shard in leaf.addressable_shards
+  ]
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+}
+print("SAID", json.dumps([counts, shares]))
+"""
 
 
 @pytest.mark.slow
-@needs_smollm2
-def test_smollm2_knows_the_capital_of_france(smollm2):
-  _, graphdef, params = smollm2
-  tokens = tokenizer.load("gguf", SMOLLM2)
-  ids = tokens.apply_chat_template(
-    [{"role": "user", "content": "What is the capital of France?"}],
-    add_generation_prompt=True,
-  )["input_ids"]
-  length = 64
-  positions = jnp.arange(length)[None]
-
-  @jax.jit
-  def best(params, row, at):
-    x = model.hidden(
-      graphdef,
-      params,
-      row,
-      positions,
-      jnp.ones_like(row),
-      compute_dtype=jnp.float32,
-      remat=False,
+def test_a_process_reads_its_devices_share(wide):
+  with socket.socket() as sock:
+    sock.bind(("localhost", 0))
+    port = sock.getsockname()[1]
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", PROGRAM, str(wide)],
+      env=os.environ
+      | {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port - 1),
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+      },
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
     )
-    return model.logits(graphdef, params, x[0, at]).argmax()
+    for rank in range(2)
+  ]
+  try:
+    outs = [process.communicate(timeout=120) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  _, whole = weights.load("hf", wide)
+  size = sizes(wide)
+  seen = collections.defaultdict(set)
+  for out, err in outs:
+    lines = [line for line in out.splitlines() if line.startswith("SAID")]
+    assert lines, err
+    counts, shares = json.loads(lines[0].removeprefix("SAID"))
+    for name, read in counts.items():  # norms and biases are not cut by fsdp
+      cut = "proj.weight" in name or "embed" in name or "lm_head" in name
+      assert read == size[name] / (2 if cut else 1), name
+    for path, leaf in jax.tree_util.tree_leaves_with_path(whole):
+      for index, digest in shares[jax.tree_util.keystr(path)]:
+        part = np.asarray(leaf)[tuple(slice(*axis) for axis in index)]
+        mine = hashlib.md5(np.ascontiguousarray(part)).hexdigest()
+        assert mine == digest
+        seen[jax.tree_util.keystr(path)].add(str(index))
+  cut = [path for path, indices in seen.items() if len(indices) > 1]
+  assert {len(seen[path]) for path in cut} == {8}
+  assert len(cut) == 9  # two tables, seven kernels
 
-  answer = []
-  while len(answer) < 16:
-    row = np.zeros((1, length), np.int32)
-    row[0, : len(ids) + len(answer)] = [*ids, *answer]
-    answer.append(int(best(params, row, len(ids) + len(answer) - 1)))
-    if answer[-1] in tokenizer.end_ids(tokens):
-      break
-  assert tokens.decode(answer, skip_special_tokens=True) == (
-    "The capital of France is Paris."
+
+def test_bfloat16_is_loaded_as_such(wide):
+  _, masters = weights.load("hf", wide)
+  _, copy = weights.load("hf", wide, dtype="bfloat16")
+  for one, other in zip(
+    jax.tree.leaves(masters), jax.tree.leaves(copy), strict=True
+  ):
+    assert (one.dtype, other.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(one, other.astype(jnp.float32))
+
+
+def test_masters_are_rounded_to_the_nearest(folder):
+  _, copy = weights.load("hf", folder, dtype="bfloat16", vocab_multiple=1)
+  table = safetensors.torch.load_file(folder / "model.safetensors")
+  expected = table["lm_head.weight"].to(torch.bfloat16).float().numpy()
+  np.testing.assert_array_equal(
+    copy["head"]["embedding"].astype(jnp.float32), expected
   )
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8)])
+@pytest.mark.parametrize(
+  ("multiple", "rows"), [(1, 97), (8, 104), (128, 128), (256, 256)]
+)
+def test_padded_rows_are_zero(wide, multiple, rows, shape):
+  if rows == 97 and shape == (1, 8):
+    return
+  mesh = sharding.mesh(*shape)
+  backbone, params = weights.load(
+    "hf", wide, mesh=mesh, vocab_multiple=multiple
+  )
+  assert (backbone.vocab_size, backbone.table_rows) == (97, rows)
+  theirs = {}
+  for path in wide.glob("*.safetensors"):
+    theirs |= safetensors.torch.load_file(path)
+  for leaf, name in [("embed", "model.embed_tokens"), ("head", "lm_head")]:
+    table = np.asarray(params[leaf]["embedding"])
+    assert table.shape == (rows, 32)
+    np.testing.assert_array_equal(
+      table[:97], theirs[f"{name}.weight"].float().numpy()
+    )
+    assert not table[97:].any()
+
+
+def test_a_draw_is_padded_with_zeros():
+  key = jax.random.key(0)
+  _, params = weights.load("random", "", key, vocab_multiple=768)
+  table = np.asarray(params["embed"]["embedding"])
+  assert table.shape == (768, 64)
+  assert table[:512].any(1).all()
+  assert not table[512:].any()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 2)])
+def test_progress_ends_at_its_total(wide, monkeypatch, shape):
+  seen = []
+
+  def progress(what, total):
+    seen.append(total)
+    return real(what, total)
+
+  real = weights.progress
+  monkeypatch.setattr(weights, "progress", progress)
+  advanced = []
+  monkeypatch.setattr(
+    weights.rich.progress.Progress,
+    "advance",
+    lambda self, task, size: advanced.append(size),
+  )
+  _, params = weights.load("hf", wide, mesh=sharding.mesh(*shape))
+  shares = sum(
+    len({str(shard.index) for shard in leaf.addressable_shards})
+    * leaf.addressable_shards[0].data.nbytes
+    for leaf in jax.tree.leaves(params)
+  )
+  assert seen == [sum(advanced)] == [shares]
+  assert len(advanced) > 3 * math.prod(shape)
+
+
+def test_progress_shows_on_a_terminal_only(wide, capsys, monkeypatch):
+  weights.load("hf", wide)
+  assert capsys.readouterr().err == ""
+  monkeypatch.setenv("FORCE_COLOR", "1")
+  weights.load("hf", wide)
+  assert "Reading" in capsys.readouterr().err

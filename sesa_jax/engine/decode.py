@@ -1,252 +1,443 @@
-"""What the engine runs on the device: prefill, the decode loop, sampling.
+"""What the engine runs on the devices: prefill, page copies, the decode loop.
 
-Letters: B slots, S cache positions, K key-value heads, N query heads, H head
-size, V vocabulary. The cache holds keys as [B, K, H, S] and values as
-[B, K, S, H], the layouts in which a CPU's matmuls read them in order.
+Every program is one `shard_map`, manual over the whole mesh (data, tensor). A
+data shard has slots, pages and tables of its own, and decodes at its own pace:
+nothing crosses "data". Over "tensor", heads, ffn and vocabulary are cut.
+
+Letters: D data shards; of one of them R rows, P pages of S tokens, page 0
+trash, W pages of the longest episode, T tokens of a prefill batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
 
-from sesa_jax.policy import model
+from sesa_jax.engine import attention, pages, sampling
+from sesa_jax.policy import model, sharding
 
-# Why a slot stopped decoding. RUNNING must be 0.
+# Why a row stopped decoding. RUNNING must be 0.
 RUNNING, STOP, EOS, TURN_TOKENS, EPISODE_TOKENS = range(5)
 REASONS = ("running", "stop", "eos", "turn_tokens", "episode_tokens")
-_BLOCK = 256  # of the two-level inverse CDF
+
+_DATA, _TENSOR = PartitionSpec("data"), "tensor"
 
 
-class Slots(NamedTuple):
-  """The state of every slot that decoding reads and changes."""
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """All that the compiled programs depend on; equal ones share programs."""
 
-  token: jax.Array  # int32 [B], the last id, not yet in the cache
-  position: jax.Array  # int32 [B], where that id goes
-  stop_state: jax.Array  # int32 [B], of the stop automaton
-  reason: jax.Array  # int32 [B], RUNNING or why it stopped
-  turn_left: jax.Array  # int32 [B], ids that this turn may still sample
-  episode_left: jax.Array  # int32 [B], ids that the episode may still hold
-  key: jax.Array  # uint32 [B, 2], of (seed, iteration, question, attempt)
-  temperature: jax.Array  # float32 [B]
+  graphdef: model.Decoder  # of `cut_vocabulary`
+  mesh: Mesh  # of `sharding.rollout_mesh`
+  kind: str  # of `attention.KINDS`
+  dtype: Any  # of weights and pages
+  rows: tuple[
+    int, ...
+  ]  # R of the decode loop, ascending; the last is all slots
+  pages: int  # P
+  page_size: int  # S
+  width: int  # W
+  prefill_tokens: tuple[int, ...]  # T, ascending
+  prefill_rows: int  # R of a prefill batch
+  steps: int  # ids that one call of the decode loop adds to a row at most
+  ends: int  # ids that end a turn
+
+  @property
+  def attention(self) -> attention.Kind:
+    """How pages are laid out and attended to."""
+    return attention.KINDS[self.kind]
+
+  @property
+  def data(self) -> int:
+    """D."""
+    return self.mesh.shape["data"]
+
+  @property
+  def slots(self) -> int:
+    """Episodes that one data shard plays at a time."""
+    return self.rows[-1]
 
 
-def empty_cache(backbone, slots: int, length: int, dtype) -> list[dict]:
-  """Returns a zeroed cache: one dict of keys and values a layer."""
-  keys = (slots, backbone.kv_heads, backbone.head_dim, length)
-  values = (slots, backbone.kv_heads, length, backbone.head_dim)
-  return [
-    dict(k=jnp.zeros(keys, dtype), v=jnp.zeros(values, dtype))
-    for _ in range(backbone.layers)
-  ]
+class Batch(NamedTuple):
+  """A flat, ragged prefill batch: row r has the tokens cu[r]:cu[r + 1]."""
+
+  ids: Int[Array, "D T"]
+  positions: Int[Array, "D T"]
+  pages: Int[Array, "D T"]  # where keys and values go; trash for padding
+  offsets: Int[Array, "D T"]
+  kv_lens: Int[Array, "D R"]  # with this batch's tokens, which are the last
+  tables: Int[Array, "D R W"]
+  cu: Int[Array, "D R+1"]
+  rows: Int[Array, " D"]  # that are real, the first ones
 
 
-def attend_cache(q, k, v, positions) -> jax.Array:
-  """Attends from new tokens to a cache that already holds them.
+class Rows(NamedTuple):
+  """What decoding reads and changes of every row."""
 
-  Args:
-    q: [B, T, N, H].
-    k: [B, K, H, S].
-    v: [B, K, S, H].
-    positions: int32 [B, T]; a token sees the cache up to its own position.
+  token: Int[Array, "D R"]  # the last id, not yet in the pool
+  position: Int[Array, "D R"]  # where that id goes
+  stop_state: Int[Array, "D R"]  # of the stop automaton
+  reason: Int[Array, "D R"]  # RUNNING or why it stopped
+  turn_left: Int[Array, "D R"]  # ids that this turn may still sample
+  episode_left: Int[Array, "D R"]  # ids that the episode may still hold
+  key: UInt32[Array, "D R 2"]  # of (seed, iteration, question, attempt)
+  temperature: Float[Array, "D R"]
+  top_p: Float[Array, "D R"]
+  top_k: Int[Array, "D R"]
 
-  Returns:
-    [B, T, N, H] in q's dtype; the softmax is taken in float32.
+
+class Decoded(NamedTuple):
+  """What a call of the decode loop brings to the host."""
+
+  ids: Int[Array, "D R steps"]
+  logprobs: Float[Array, "D R steps"]
+  counts: Int[Array, "D R"]  # ids that were sampled
+  reason: Int[Array, "D R"]
+  stop_state: Int[Array, "D R"]
+  steps: Int[Array, " D"]  # that the loop took
+
+
+class Programs(NamedTuple):
+  """Jitted programs of a layout; pools are donated."""
+
+  pool: Callable[[], Any]  # -> zeros, a list with one tree a layer
+  prefill: Callable[..., Any]  # weights, pool, Batch -> pool
+  copy: Callable[..., Any]  # pool, source [D, R], target [D, R] -> pool
+  # weights, pool, Rows, tables [D, R, W], stop table, end ids, leave
+  #   -> pool, Decoded
+  decode: Callable[..., Any]
+  decode_cut: Callable[..., Any]  # the same, with top_p and top_k
+
+
+def cut_vocabulary(graphdef: model.Decoder, tensor: int) -> model.Decoder:
+  """The same decoder, with tables that `tensor` devices can share.
+
+  Each gets whole blocks of sampling.
   """
-  batch, time, heads, size = q.shape
-  kv_heads = k.shape[1]
-  grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, size)
-  scores = jnp.einsum(
-    "btkgh,bkhs->bkgts", grouped, k, preferred_element_type=jnp.float32
+  backbone = graphdef.backbone
+  multiple = math.lcm(backbone.vocab_multiple, sampling.BLOCK * tensor)
+  backbone = dataclasses.replace(backbone, vocab_multiple=multiple)
+  return dataclasses.replace(graphdef, backbone=backbone)
+
+
+def cast(params: Any, graphdef: model.Decoder, dtype: Any) -> Any:
+  """Turns masters into rollout weights: cast, unstacked, vocabulary padded."""
+  rows = graphdef.backbone.table_rows
+  weights = model.unstack(params, dtype)
+  for name in {"embed", "head"} & set(weights):
+    table = weights[name]["embedding"]
+    missing = rows - table.shape[0]
+    weights[name] = dict(embedding=jnp.pad(table, ((0, missing), (0, 0))))
+  return weights
+
+
+def weight_shapes(layout: Layout) -> Any:
+  """Shapes and shardings of the rollout weights."""
+  shapes = jax.eval_shape(
+    functools.partial(cast, graphdef=layout.graphdef, dtype=layout.dtype),
+    model.abstract_params(layout.graphdef.backbone),
   )
-  seen = jnp.arange(k.shape[-1]) <= positions[:, None, None, :, None]
-  scores = jnp.where(seen, scores * size**-0.5, -jnp.inf)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum("bkgts,bksh->btkgh", weights, v)
-  return out.reshape(batch, time, heads, size).astype(q.dtype)
+  return _placed(shapes, sharding.shardings(layout.mesh, shapes))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def prefill(graphdef, weights, cache, slot, ids, start) -> list[dict]:
-  """Writes one slot's ids [C] into the cache from position `start` on.
+def arguments(
+  layout: Layout, *, tokens: int | None = None, rows: int | None = None
+) -> dict[str, tuple[Any, ...]]:
+  """The arguments of each of `Programs`, as shapes with shardings.
 
-  Ids beyond the ones that are meant may be anything: what they write lies
-  behind every position that is read before it is written again.
-  """
-  positions = start + jnp.arange(ids.shape[0], dtype=jnp.int32)[None]
-  new = list(cache)
-
-  def attend(layer, q, k, v):
-    keys = k[0].transpose(1, 2, 0)[None]  # [1, K, H, C]
-    values = v[0].transpose(1, 0, 2)[None]  # [1, K, C, H]
-    old = cache[layer]
-    new[layer] = dict(
-      k=jax.lax.dynamic_update_slice(old["k"], keys, (slot, 0, 0, start)),
-      v=jax.lax.dynamic_update_slice(old["v"], values, (slot, 0, start, 0)),
-    )
-    row = jax.tree.map(
-      lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), new[layer]
-    )
-    return attend_cache(q, row["k"], row["v"], positions)
-
-  model.decode(graphdef, weights, ids[None], positions, attend)
-  return new
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def copy_slot(cache, source, target) -> list[dict]:
-  """Copies a slot's cache, for another attempt at the same prompt."""
-
-  def copy(x):
-    row = jax.lax.dynamic_slice_in_dim(x, source, 1)
-    return jax.lax.dynamic_update_slice_in_dim(x, row, target, 0)
-
-  return jax.tree.map(copy, cache)
-
-
-def sample(logits, keys, positions, temperature) -> tuple[Any, Any]:
-  """Draws one id a row by a two-level inverse CDF.
-
-  One uniform u a row; the id is the first whose cumulative probability under
-  softmax(logits / temperature) exceeds u, found first among blocks of ids and
-  then inside one. At temperature 0 it is the argmax.
+  So that programs can be lowered for a mesh of devices that are not here.
 
   Args:
-    logits: float32 [B, V].
-    keys: uint32 [B, 2].
-    positions: int32 [B], folded into the keys.
-    temperature: float32 [B].
-
-  Returns:
-    ids: int32 [B].
-    logprobs: float32 [B], of the ids under softmax(logits / temperature);
-      where the temperature is 0, under softmax(logits).
+    layout: of the programs.
+    tokens: T; the largest by default.
+    rows: R of the decode loop; the largest by default.
   """
-  rows, vocabulary = logits.shape
-  scale = jnp.where(temperature > 0, temperature, 1.0)
-  logprobs = jax.nn.log_softmax(logits / scale[:, None])
+  tokens, rows = tokens or layout.prefill_tokens[-1], rows or layout.slots
+  here = NamedSharding(layout.mesh, _DATA)
+  everywhere = NamedSharding(layout.mesh, PartitionSpec())
 
-  def uniform(key, position):
-    key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    return jax.random.uniform(jax.random.fold_in(key, position))
+  def shape(*sizes: int, dtype: Any = jnp.int32, where: Any = here) -> Any:
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
 
-  draws = jax.vmap(uniform)(keys, positions)
-  blocks = -(-vocabulary // _BLOCK)
-  probabilities = jnp.pad(
-    jnp.exp(logprobs), ((0, 0), (0, blocks * _BLOCK - vocabulary))
-  ).reshape(rows, blocks, _BLOCK)
-  mass = probabilities.sum(-1)
-  edges = jnp.cumsum(mass, -1)
-  total = edges[:, -1]  # 1 up to rounding
-  target = jnp.minimum(draws * total, jnp.nextafter(total, 0.0))
-  block = jnp.sum(edges <= target[:, None], -1)  # its mass is not 0
-  take = jax.vmap(lambda x, i: x[i])
-  before = take(edges, block) - take(mass, block)
-  inside = jnp.cumsum(take(probabilities, block), -1)
-  # Rounding may leave the target behind the block's last cumulative sum: then
-  # the last id of the block that has any mass is meant.
-  last = _BLOCK - 1 - jnp.argmax(take(probabilities, block)[:, ::-1] > 0, -1)
-  place = jnp.sum(inside <= (target - before)[:, None], -1)
-  drawn = block * _BLOCK + jnp.minimum(place, last)
-  ids = jnp.where(temperature > 0, drawn, jnp.argmax(logits, -1))
-  ids = ids.astype(jnp.int32)
-  return ids, jnp.take_along_axis(logprobs, ids[:, None], 1)[:, 0]
-
-
-@functools.partial(
-  jax.jit, static_argnums=(0, 6, 7), donate_argnums=(2,), inline=False
-)
-def decode_steps(
-  graphdef, weights, cache, slots, table, end_ids, steps: int, leave: int
-):
-  """Decodes up to `steps` ids in every running slot.
-
-  Leaves early when `leave` slots have stopped since it began.
-
-  Args:
-    graphdef: the policy's static part.
-    weights: rollout weights, see `model.unstack`.
-    cache: of `empty_cache`; donated.
-    slots: `Slots`.
-    table: int16 [states + 1, V], of the stop automaton.
-    end_ids: int32 [n], ids that end a turn.
-    steps: ids at most.
-    leave: slots.
-
-  Returns:
-    (cache, slots, ids [B, steps], logprobs [B, steps], counts [B]).
-  """
-  rows = slots.token.shape[0]
-  hit = table.shape[0] - 1
-  began = slots.reason
-
-  def attend_layer(cache, new, position, layer, q, k, v):
-    row = jnp.arange(rows)
-    keys = cache[layer]["k"].at[row, :, :, position].set(k[:, 0])
-    values = cache[layer]["v"].at[row, :, position, :].set(v[:, 0])
-    new[layer] = dict(k=keys, v=values)
-    return attend_cache(q, keys, values, position[:, None])
-
-  def body(carry):
-    step, cache, slots, ids, logprobs, counts = carry
-    running = slots.reason == RUNNING
-    new = list(cache)
-    hidden = model.decode(
-      graphdef,
-      weights,
-      slots.token[:, None],
-      slots.position[:, None],
-      functools.partial(attend_layer, cache, new, slots.position),
-    )
-    logits = model.logits(graphdef, weights, hidden[:, 0])
-    drawn, logprob = sample(
-      logits, slots.key, slots.position + 1, slots.temperature
-    )
-    state = table[slots.stop_state, drawn].astype(jnp.int32)
-    turn_left = slots.turn_left - 1
-    episode_left = slots.episode_left - 1
-    reason = jnp.where(episode_left <= 0, EPISODE_TOKENS, RUNNING)
-    reason = jnp.where(turn_left <= 0, TURN_TOKENS, reason)
-    reason = jnp.where((drawn[:, None] == end_ids).any(-1), EOS, reason)
-    reason = jnp.where(state == hit, STOP, reason)
-    after = Slots(
-      token=drawn,
-      position=slots.position + 1,
-      stop_state=state,
-      reason=reason,
-      turn_left=turn_left,
-      episode_left=episode_left,
-      key=slots.key,
-      temperature=slots.temperature,
-    )
-    keep = lambda a, b: jnp.where(  # noqa: E731
-      running.reshape(-1, *[1] * (a.ndim - 1)), a, b
-    )
-    return (
-      step + 1,
-      new,
-      jax.tree.map(keep, after, slots),
-      ids.at[:, step].set(drawn),
-      logprobs.at[:, step].set(logprob),
-      counts + running,
-    )
-
-  def go_on(carry):
-    step, _, slots, *_ = carry
-    stopped = jnp.sum((slots.reason != RUNNING) & (began == RUNNING))
-    running = jnp.any(slots.reason == RUNNING)
-    return (step < steps) & running & (stopped < leave)
-
-  carry = (
-    jnp.int32(0),
-    cache,
-    slots,
-    jnp.zeros((rows, steps), jnp.int32),
-    jnp.zeros((rows, steps), jnp.float32),
-    jnp.zeros(rows, jnp.int32),
+  D, W, many = layout.data, layout.width, layout.prefill_rows
+  batch = Batch(
+    *(shape(D, tokens) for _ in range(4)),
+    kv_lens=shape(D, many),
+    tables=shape(D, many, W),
+    cu=shape(D, many + 1),
+    rows=shape(D),
   )
-  _, *out = jax.lax.while_loop(go_on, body, carry)
-  return tuple(out)
+  state = Rows(*(shape(D, rows) for _ in Rows._fields))._replace(
+    key=shape(D, rows, 2, dtype=jnp.uint32),
+    temperature=shape(D, rows, dtype=jnp.float32),
+    top_p=shape(D, rows, dtype=jnp.float32),
+  )
+  weights = weight_shapes(layout)
+  pool = jax.eval_shape(programs(layout).pool)
+  pool = _placed(pool, _pool_shardings(layout))
+  vocabulary = layout.graphdef.backbone.vocab_size
+  decoding = (
+    weights,
+    pool,
+    state,
+    shape(D, rows, W),
+    shape(32, vocabulary, dtype=jnp.int16, where=everywhere),
+    shape(layout.ends, where=everywhere),
+    shape(where=everywhere),
+  )
+  pairs = shape(D, layout.slots)
+  return dict(
+    pool=(),
+    prefill=(weights, pool, batch),
+    copy=(pool, pairs, pairs),
+    decode=decoding,
+    decode_cut=decoding,
+  )
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+  return jax.tree.map(
+    lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+    shapes,
+    shardings,
+  )
+
+
+def _pool_specs(layout: Layout) -> list[Any]:
+  return [layout.attention.pool_spec] * layout.graphdef.backbone.layers
+
+
+def _pool_shardings(layout: Layout) -> Any:
+  return _shardings(layout, _pool_specs(layout))
+
+
+def _shardings(layout: Layout, specs: Any) -> Any:
+  return jax.tree.map(
+    lambda spec: NamedSharding(layout.mesh, spec),
+    specs,
+    is_leaf=lambda x: isinstance(x, PartitionSpec),
+  )
+
+
+@functools.lru_cache(maxsize=16)
+def programs(layout: Layout) -> Programs:
+  """Returns the programs of a layout. Nothing is compiled yet."""
+  pool = _pool_specs(layout)
+  weights = jax.tree.map(lambda x: x.sharding.spec, weight_shapes(layout))
+  batch = Batch(*[_DATA] * len(Batch._fields))
+  rows = Rows(*[_DATA] * len(Rows._fields))
+  decoded = Decoded(*[_DATA] * len(Decoded._fields))
+  same = PartitionSpec()
+  looping = ((weights, pool, rows, _DATA, same, same, same), (pool, decoded), 1)
+  return Programs(
+    pool=_program(layout, _pool, (), pool),
+    prefill=_program(layout, _prefill, (weights, pool, batch), pool, 1),
+    copy=_program(layout, _copy, (pool, _DATA, _DATA), pool, 0),
+    decode=_program(layout, functools.partial(_decode, cut=False), *looping),
+    decode_cut=_program(layout, functools.partial(_decode, cut=True), *looping),
+  )
+
+
+def _program(
+  layout: Layout,
+  function: Callable[..., Any],
+  takes: tuple[Any, ...],
+  gives: Any,
+  donated: int | None = None,
+) -> Callable[..., Any]:
+  """Jits a function of what one device holds."""
+  mapped = jax.shard_map(
+    functools.partial(function, layout),
+    mesh=layout.mesh,
+    in_specs=takes,
+    out_specs=gives,
+    # Rows that are the same on all of "tensor" come from gathered values,
+    # which the check cannot know.
+    check_vma=False,
+  )
+  return jax.jit(
+    mapped,
+    in_shardings=_shardings(layout, takes),
+    out_shardings=_shardings(layout, gives),
+    donate_argnums=() if donated is None else donated,
+  )
+
+
+def _own(tree: Any) -> Any:
+  """Drops the data axis, which has length 1 on a device."""
+  return jax.tree.map(lambda x: x[0], tree)
+
+
+def _all(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x[None], tree)
+
+
+def _pool(layout: Layout) -> list[Any]:
+  backbone = layout.graphdef.backbone
+  heads = backbone.kv_heads // layout.mesh.shape["tensor"]
+  layer = functools.partial(
+    layout.attention.pool,
+    layout.pages,
+    layout.page_size,
+    heads,
+    backbone.head_dim,
+    layout.dtype,
+  )
+  return _all([layer() for _ in range(backbone.layers)])
+
+
+def _copy(layout: Layout, pool: Any, source: Array, target: Array) -> Any:
+  """Copies whole pages: of a prompt's last one, each attempt gets its own."""
+  del layout
+  source, target = source[0], target[0]
+  return _all(jax.tree.map(lambda x: x.at[target].set(x[source]), _own(pool)))
+
+
+def _prefill(layout: Layout, weights: Any, pool: Any, batch: Batch) -> Any:
+  """Writes the keys and values of a batch's tokens."""
+  kind, batch = layout.attention, _own(batch)
+  new = _own(pool)
+  real = jnp.arange(batch.ids.shape[0]) < batch.cu[batch.rows]
+
+  def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+    new[layer] = kind.write(new[layer], k, v, batch.pages, batch.offsets)
+    out = kind.attend(
+      q,
+      new[layer],
+      batch.kv_lens,
+      batch.tables,
+      batch.cu,
+      batch.rows,
+      decode=False,
+    )
+    # Whatever padding gives must not make the trash page infinite.
+    return jnp.where(real[:, None, None], out, 0)
+
+  model.decode(
+    layout.graphdef, weights, batch.ids, batch.positions, attend, _TENSOR
+  )
+  return _all(new)
+
+
+def _decode(
+  layout: Layout,
+  weights: Any,
+  pool: Any,
+  rows: Rows,
+  tables: Array,
+  stops: Array,
+  ends: Array,
+  leave: Array,
+  *,
+  cut: bool,
+) -> tuple[Any, Decoded]:
+  """Decodes up to `layout.steps` ids in every running row.
+
+  Leaves early when `leave` rows have stopped since it began. A row that does
+  not run writes to the trash page and has a length of 1: it costs nothing but
+  its place in matmuls.
+  """
+  pool, rows, tables = _own(pool), _own(rows), tables[0]
+  began = rows.reason
+  count = rows.token.shape[0]
+
+  def body(carry: Any) -> Any:
+    step, pool, rows, out = carry
+    running = rows.reason == RUNNING
+    pool, hidden = _step(layout, weights, pool, rows, tables)
+    drawn, logprob = sampling.sample(
+      model.logits(layout.graphdef, weights, hidden, _TENSOR),
+      rows.key,
+      rows.position + 1,
+      rows.temperature,
+      (rows.top_p, rows.top_k) if cut else None,
+      _TENSOR,
+    )
+    after = _advance(rows, drawn, stops, ends)
+    rows = jax.tree.map(
+      lambda new, old: jnp.where(
+        running.reshape(-1, *[1] * (new.ndim - 1)), new, old
+      ),
+      after,
+      rows,
+    )
+    ids, logprobs, counts = out
+    ids = ids.at[:, step].set(drawn)
+    logprobs = logprobs.at[:, step].set(logprob)
+    return step + 1, pool, rows, (ids, logprobs, counts + running)
+
+  def goes_on(carry: Any) -> Array:
+    step, _, rows, _ = carry
+    stopped = jnp.sum((rows.reason != RUNNING) & (began == RUNNING))
+    running = jnp.any(rows.reason == RUNNING)
+    return (step < layout.steps) & running & (stopped < leave)
+
+  out = (
+    jnp.zeros((count, layout.steps), jnp.int32),
+    jnp.zeros((count, layout.steps), jnp.float32),
+    jnp.zeros(count, jnp.int32),
+  )
+  step, pool, rows, out = jax.lax.while_loop(
+    goes_on, body, (jnp.int32(0), pool, rows, out)
+  )
+  decoded = Decoded(*out, rows.reason, rows.stop_state, step)
+  return _all(pool), _all(decoded)
+
+
+def _step(
+  layout: Layout, weights: Any, pool: Any, rows: Rows, tables: Array
+) -> tuple[Any, Array]:
+  """One forward over the rows' last ids; returns the pool and hidden [R, D]."""
+  kind, count = layout.attention, rows.token.shape[0]
+  running = rows.reason == RUNNING
+  entry = rows.position // layout.page_size
+  page = jnp.take_along_axis(tables, entry[:, None], 1)[:, 0]
+  page = jnp.where(running, page, pages.TRASH)
+  offset = jnp.where(running, rows.position % layout.page_size, 0)
+  kv_lens = jnp.where(running, rows.position + 1, 1)
+  new = list(pool)
+
+  def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+    new[layer] = kind.write(pool[layer], k, v, page, offset)
+    return kind.attend(
+      q,
+      new[layer],
+      kv_lens,
+      tables,
+      jnp.arange(count + 1, dtype=jnp.int32),
+      jnp.int32(count),
+      decode=True,
+    )
+
+  hidden = model.decode(
+    layout.graphdef, weights, rows.token, rows.position, attend, _TENSOR
+  )
+  return new, hidden
+
+
+def _advance(rows: Rows, drawn: Array, stops: Array, ends: Array) -> Rows:
+  """The rows after an id, as if all of them ran."""
+  hit = stops.shape[0] - 1
+  state = stops[rows.stop_state, drawn].astype(jnp.int32)
+  turn_left, episode_left = rows.turn_left - 1, rows.episode_left - 1
+  # The last one that holds is the reason.
+  reason = jnp.where(episode_left <= 0, EPISODE_TOKENS, RUNNING)
+  reason = jnp.where(turn_left <= 0, TURN_TOKENS, reason)
+  reason = jnp.where((drawn[:, None] == ends).any(-1), EOS, reason)
+  reason = jnp.where(state == hit, STOP, reason)
+  return rows._replace(
+    token=drawn,
+    position=rows.position + 1,
+    stop_state=state,
+    reason=reason,
+    turn_left=turn_left,
+    episode_left=episode_left,
+  )

@@ -1,18 +1,16 @@
 """Plays many multi-turn episodes of one policy at a time.
 
-Fixed slots: a slot holds one episode until that ends, then the next one of the
-queue. Between dispatches of the decode loop the host harvests what was
-sampled, asks the environment about episodes that paused, appends observations
-and refills slots. Weights are an argument; the engine holds none.
+Fixed slots, paged keys and values: a slot holds one episode until that ends,
+then the next one of the queue. Between calls of the decode loop the host takes
+what was sampled, asks the environment about episodes that paused, appends
+observations and refills slots. Weights are an argument; the engine holds none.
 """
 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,39 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sesa_jax import types
+from sesa_jax import distributed, types
+from sesa_jax.engine import attention as attention_lib
 from sesa_jax.engine import decode, stops
-from sesa_jax.policy import model
+from sesa_jax.engine.pages import pages_for
+from sesa_jax.engine.play import Play
+from sesa_jax.engine.shard import Playing, sampling_key
+from sesa_jax.policy import sharding
 
-
-def sampling_key(seed: int, iteration: int, request_id: str, attempt: int):
-  """Returns the uint32 [2] key of an episode; its draws fold in positions.
-
-  An episode depends on this key, its prompt and the weights, and on nothing
-  else: not on its slot, its neighbours or its host.
-  """
-  name = f"{seed}/{iteration}/{request_id}/{attempt}".encode()
-  return np.frombuffer(hashlib.sha256(name).digest()[:8], np.uint32)
-
-
-@dataclasses.dataclass
-class _Playing:
-  """An episode in its slot."""
-
-  request: types.Request
-  attempt: int
-  ids: list[int]
-  mask: list[bool]
-  logprobs: list[float]
-  key: np.ndarray
-  cached: int = 0  # ids whose keys and values the cache holds
-  turns: list[types.Turn] = dataclasses.field(default_factory=list)
-  turn_start: int = 0
-  malformed: int = 0
-  stop_state: int = stops.START
-  reason: int = decode.RUNNING
-  reply: concurrent.futures.Future | types.Reply | None = None
+_PROBE_PROMPT, _PROBE_SAMPLED, _PROBE_ATTEMPTS = 48, 16, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +40,7 @@ class Played:
 
 
 class Engine:
-  """Plays requests on fixed slots with a contiguous key-value cache.
+  """Plays requests on fixed slots with paged keys and values.
 
   Args:
     graphdef: the policy's static part.
@@ -72,14 +48,22 @@ class Engine:
     tokenizer: of the backbone; used to show text in `Turn.text` only.
     token_bytes: the bytes of each id, for the stop automaton.
     end_ids: ids that end a turn.
-    slots: episodes played at a time.
-    length: ids that a slot can hold: the longest episode.
-    prefill_chunk: ids a prefill writes at a time.
+    slots: episodes played at a time, on the whole mesh.
+    length: ids that the longest episode holds.
+    prefill_chunk: ids a prefill writes at a time, over several episodes.
     steps_per_dispatch: ids decoded before the host looks.
     deterministic: await every pending tool before each dispatch, so that the
       order of events does not depend on time.
-    dtype: of weights and cache.
+    dtype: of weights and pages.
     seed: of the run.
+    mesh: of `sharding.rollout_mesh`; one device by default.
+    page_size: ids of a page.
+    pages: of a data shard; 0 is as many as all slots at their longest need.
+    attention: of `attention.KINDS`, or "auto".
+    check: assert the pages' invariants after each dispatch; for tests.
+
+  Raises:
+    ValueError: sizes that do not go together.
   """
 
   def __init__(
@@ -97,33 +81,92 @@ class Engine:
     deterministic: bool,
     dtype: Any,
     seed: int,
+    mesh: Mesh | None = None,
+    page_size: int = 128,
+    pages: int = 0,
+    attention: str = "auto",
+    check: bool = False,
   ):
-    self._graphdef = graphdef
-    self._backbone = backbone
+    if mesh is None:
+      mesh = sharding.rollout_mesh(1, jax.local_devices()[:1])
+    self.layout = layout(
+      graphdef,
+      mesh,
+      slots=slots,
+      length=length,
+      page_size=page_size,
+      pages=pages,
+      prefill_chunk=prefill_chunk,
+      steps=steps_per_dispatch,
+      ends=len(end_ids),
+      dtype=dtype,
+      attention=attention,
+    )
     self._tokenizer = tokenizer
-    self._token_bytes = token_bytes
-    self._end_ids = jnp.asarray(end_ids, jnp.int32)
-    self._slots = slots
+    # Tables of weights may have more rows than the tokenizer has ids.
+    unknown = backbone.vocab_size - len(token_bytes)
+    self._token_bytes = (*token_bytes, *[b""] * unknown)
     self._length = length
-    self._chunk = min(prefill_chunk, length)
-    self._steps = steps_per_dispatch
     self._deterministic = deterministic
-    self._dtype = jnp.dtype(dtype)
     self._seed = seed
+    self._check_pages = check
+    self._everywhere = NamedSharding(mesh, PartitionSpec())
+    self._ends = jax.device_put(np.array(end_ids, np.int32), self._everywhere)
     self._compile_stops = functools.lru_cache(self._compile_stops)
-    self._unstack = jax.jit(lambda params: model.unstack(params, self._dtype))
 
-  def load(self, params) -> Any:
-    """Casts and unstacks a policy's masters into rollout weights."""
-    return self._unstack(params)
+  # --- weights ---
+
+  def load(self, params: Any) -> Any:
+    """Makes rollout weights of a policy's masters, in one jitted program.
+
+    They are cast, unstacked, their vocabulary is padded, and they go from the
+    training mesh to this host's rollout mesh: a collective of all processes.
+    The masters stay; the caller should have dropped the copy before.
+    """
+    return self._cast(params)
+
+  @functools.cached_property
+  def _cast(self) -> Callable[[Any], Any]:
+    cast = functools.partial(
+      decode.cast, graphdef=self.layout.graphdef, dtype=self.layout.dtype
+    )
+    shapes = decode.weight_shapes(self.layout)
+    placed = sharding.shardings(self.layout.mesh, shapes)
+    return distributed.onto_host_mesh(cast, placed)
+
+  def probe(self, weights: Any) -> tuple[types.Episode, ...]:
+    """Plays a fixed prompt, on every data shard, at temperature 1.
+
+    To be compared with the learner's logprobs of the same ids: rollout weights
+    that differ from the masters show in the sampled ids' logprobs. It runs the
+    programs that episodes run.
+    """
+    size = min(_PROBE_PROMPT, self._length // 2)
+    limit = min(_PROBE_SAMPLED, self._length - size)
+    vocabulary = self.layout.graphdef.backbone.vocab_size
+    ids = np.random.default_rng(0).integers(0, vocabulary, size)
+    requests = [
+      types.Request(
+        id=f"probe/{shard}",
+        prompt_ids=tuple(ids.tolist()),
+        attempts=_PROBE_ATTEMPTS,
+        sampling=types.Sampling(),
+        limits=types.Limits(limit, size + limit, 1),
+        arm="probe",
+      )
+      for shard in range(self.layout.data)
+    ]
+    return self.play(weights, requests, _OneTurn(), iteration=0).episodes
+
+  # --- episodes ---
 
   def _compile_stops(self, strings: tuple[str, ...]):
     automaton = stops.compile_stops(strings, self._token_bytes)
-    return automaton, jnp.asarray(automaton.table)
+    return automaton, jax.device_put(automaton.table, self._everywhere)
 
   def play(
     self,
-    weights,
+    weights: Any,
     requests: Sequence[types.Request],
     environment: types.Environment,
     *,
@@ -143,28 +186,62 @@ class Engine:
       The episodes and the metrics.
 
     Raises:
-      ValueError: two requests share an id, or one can never fit.
+      ValueError: two requests share an id, one can never fit, or one samples
+        in a way that there is not.
     """
-    self._check(requests)
-    automaton, table = self._compile_stops(tuple(environment.stops))
-    play = _Play(self, weights, automaton, table, environment, iteration)
-    done: dict[tuple[str, int], types.Episode] = {}
-    queue = collections.deque(
-      (request, attempt)
-      for request in requests
-      for attempt in range(request.attempts)
-    )
     began = time.perf_counter()
-    while queue or play.busy():
-      play.fill(queue)
-      play.decode()
-      for episode in play.settle():
-        done[episode.request_id, episode.attempt] = episode
-        on_episode(episode)
+    self._check(requests)
+
+    def begin(request: types.Request, attempt: int, number: int) -> Playing:
+      limit = min(request.limits.episode_tokens, self._length)
+      key = sampling_key(self._seed, iteration, request.id, attempt)
+      return Playing(request, attempt, number, limit, key)
+
+    play = Play(
+      self.layout,
+      weights,
+      *self._compile_stops(tuple(environment.stops)),
+      self._ends,
+      environment,
+      self._tokenizer.decode,
+      begin,
+      cut=any(r.sampling.top_p < 1 or r.sampling.top_k for r in requests),
+      deterministic=self._deterministic,
+      check=self._check_pages,
+    )
+    done: dict[tuple[str, int], types.Episode] = {}
+    for episode in play.run(requests):
+      done[episode.request_id, episode.attempt] = episode
+      on_episode(episode)
     order = [(r.id, a) for r in requests for a in range(r.attempts)]
-    metrics = {f"tokens/{name}": n for name, n in sorted(play.counts.items())}
-    metrics["seconds"] = time.perf_counter() - began
-    return Played(tuple(done[key] for key in order), metrics)
+    seconds = time.perf_counter() - began
+    return Played(
+      tuple(done[key] for key in order), self._metrics(play, seconds)
+    )
+
+  def _metrics(self, play: Play, seconds: float) -> dict[str, float]:
+    """Counts, which repeat, and times, which do not."""
+    counts, times = play.counts, play.seconds
+    slot_steps = counts["steps"] * self.layout.slots
+    device, tools = times["device"], times["tool_wait"]
+    return {
+      **{
+        f"tokens/{name}": counts[name]
+        for name in ("sampled", "prefilled", "shared", "recomputed", "padding")
+      },
+      # (query, key) pairs that attention scored in a layer.
+      "pairs/decode": counts["decode_pairs"],
+      "pairs/prefill": counts["prefill_pairs"],
+      "preempted": counts["preempted"],
+      "dispatches": counts["dispatches"],
+      "steps": counts["steps"],  # of all data shards together
+      "occupancy": counts["sampled"] / max(slot_steps, 1),
+      "seconds": seconds,
+      "seconds/device": device,
+      "seconds/tool_wait": tools,
+      "seconds/host": seconds - device - tools,
+      "tokens_per_second": (counts["sampled"] + counts["prefilled"]) / seconds,
+    }
 
   def _check(self, requests: Sequence[types.Request]) -> None:
     names = [request.id for request in requests]
@@ -179,241 +256,97 @@ class Engine:
           f"tokens; an episode holds {limit}, and at least one is sampled. "
           "Shorten the prompt (bank.block_tokens) or raise episode_tokens."
         )
+      self._check_pages_of(request.id, limit)
+      how = request.sampling
+      if how.temperature < 0 or not 0 < how.top_p <= 1 or how.top_k < 0:
+        raise ValueError(
+          f"Request {request.id!r} asks for {how}; temperature and top_k are "
+          "0 or more, top_p is above 0 and at most 1."
+        )
 
-
-class _Play:
-  """One call of `Engine.play`: the slots, the cache and the counts."""
-
-  def __init__(self, engine, weights, automaton, table, environment, iteration):
-    self._engine = engine
-    self._weights = weights
-    self._automaton = automaton
-    self._table = table
-    self._environment = environment
-    self._iteration = iteration
-    self._slots: list[_Playing | None] = [None] * engine._slots
-    # A last chunk may reach beyond an episode's end: keep its writes inside.
-    length = -(-(engine._length + engine._chunk) // 64) * 64
-    self._cache = decode.empty_cache(
-      engine._backbone, engine._slots, length, engine._dtype
-    )
-    self.counts = collections.Counter(sampled=0, prefilled=0, shared=0)
-
-  def busy(self) -> bool:
-    return any(slot is not None for slot in self._slots)
-
-  # --- refill ---
-
-  def fill(self, queue: collections.deque) -> None:
-    """Gives free slots the next attempts, and caches what is not cached."""
-    for index, slot in enumerate(self._slots):
-      if slot is None and queue:
-        request, attempt = queue.popleft()
-        self._slots[index] = self._begin(request, attempt)
-    for index, slot in enumerate(self._slots):
-      if slot is not None and slot.reply is None:
-        self._share(index, slot)
-        self._prefill(index, slot)
-
-  def _begin(self, request: types.Request, attempt: int) -> _Playing:
-    size = len(request.prompt_ids)
-    return _Playing(
-      request,
-      attempt,
-      list(request.prompt_ids),
-      [False] * size,
-      [0.0] * size,
-      sampling_key(self._engine._seed, self._iteration, request.id, attempt),
-      turn_start=size,
-    )
-
-  def _share(self, target: int, slot: _Playing) -> None:
-    """Copies the prompt's cache from another attempt at the same prompt."""
-    need = len(slot.request.prompt_ids) - 1  # the last id is decoded
-    if slot.cached:
-      return
-    for source, other in enumerate(self._slots):
-      if (
-        other is not None
-        and other.request.id == slot.request.id
-        and other.cached >= need > 0
-      ):
-        self._cache = decode.copy_slot(self._cache, source, target)
-        self.counts["shared"] += need
-        slot.cached = need
-        return
-
-  def _prefill(self, index: int, slot: _Playing) -> None:
-    chunk = self._engine._chunk
-    while (missing := len(slot.ids) - 1 - slot.cached) > 0:
-      ids = np.zeros(chunk, np.int32)
-      part = slot.ids[slot.cached : slot.cached + min(missing, chunk)]
-      ids[: len(part)] = part
-      self._cache = decode.prefill(
-        self._engine._graphdef,
-        self._weights,
-        self._cache,
-        index,
-        ids,
-        slot.cached,
-      )
-      slot.cached += len(part)
-      self.counts["prefilled"] += len(part)
-
-  # --- decode ---
-
-  def decode(self) -> None:
-    """Runs the decode loop once, and appends what it sampled."""
-    running = [s is not None and s.reply is None for s in self._slots]
-    if not any(running):
-      return
-    leave = max(1, len(self._slots) // 16)
-    self._cache, after, ids, logprobs, counts = decode.decode_steps(
-      self._engine._graphdef,
-      self._weights,
-      self._cache,
-      self._on_device(running),
-      self._table,
-      self._engine._end_ids,
-      self._engine._steps,
-      leave,
-    )
-    ids, logprobs, counts, reason, state = jax.device_get(
-      (ids, logprobs, counts, after.reason, after.stop_state)
-    )
-    for index, slot in enumerate(self._slots):
-      if not running[index]:
-        continue
-      n = int(counts[index])
-      slot.ids += ids[index, :n].tolist()
-      slot.logprobs += logprobs[index, :n].tolist()
-      slot.mask += [True] * n
-      slot.cached += n
-      slot.reason = int(reason[index])
-      slot.stop_state = int(state[index])
-      self.counts["sampled"] += n
-
-  def _on_device(self, running: list[bool]) -> decode.Slots:
-    def column(value, idle, dtype=np.int32):
-      return np.array(
-        [value(s) if s is not None else idle for s in self._slots], dtype
+  def _check_pages_of(self, name: str, limit: int) -> None:
+    """Raises if an episode could not be played even alone."""
+    size, have = self.layout.page_size, self.layout.pages - 1
+    needs = pages_for(limit - 1, size)  # the last id need not be in the pool
+    if needs > have:
+      raise ValueError(
+        f"Request {name!r} may grow to {limit} tokens, {needs} pages of "
+        f"{size}; a data shard has {have}. Set engine.pages to at least "
+        f"{needs + 1} (one is not used), or lower episode_tokens to "
+        f"{have * size + 1}."
       )
 
-    reason = np.where(running, decode.RUNNING, decode.STOP)
-    return decode.Slots(
-      token=column(lambda s: s.ids[-1], 0),
-      position=column(lambda s: len(s.ids) - 1, 0),
-      stop_state=column(lambda s: s.stop_state, stops.START),
-      reason=reason.astype(np.int32),
-      turn_left=column(
-        lambda s: s.request.limits.turn_tokens - (len(s.ids) - s.turn_start),
-        1,
-      ),
-      episode_left=column(self._room, 1),
-      key=column(lambda s: s.key, (0, 0), np.uint32),
-      temperature=column(
-        lambda s: s.request.sampling.temperature, 0.0, np.float32
-      ),
+
+class _OneTurn:
+  """An environment whose episodes end where they pause."""
+
+  stops = ()
+
+  def respond(self, pause: types.Pause) -> types.Reply:
+    return types.Reply("finish", finish=pause.reason)
+
+
+def layout(
+  graphdef: Any,
+  mesh: Mesh,
+  *,
+  slots: int,
+  length: int,
+  page_size: int,
+  pages: int,
+  prefill_chunk: int,
+  steps: int,
+  ends: int,
+  dtype: Any,
+  attention: str,
+) -> decode.Layout:
+  """Chooses the shapes of the programs. Arguments are those of `Engine`.
+
+  No device is touched: the mesh may be one of devices that are not here.
+
+  Raises:
+    ValueError: sizes that do not go together.
+  """
+  data, tensor = mesh.shape["data"], mesh.shape["tensor"]
+  if slots < 1 or slots % data:
+    near = max(slots // data, 1) * data
+    raise ValueError(
+      f"engine.slots = {slots} do not divide over {data} data shards (a host's "
+      f"devices / mesh.rollout_tensor = {tensor}). The nearest that do: {near} "
+      f"or {near + data}."
     )
+  backbone = graphdef.backbone
+  platform = mesh.devices.flat[0].platform
+  kind = attention_lib.resolve(
+    attention, platform, backbone.head_dim, dtype, tensor
+  )
+  own, width = slots // data, pages_for(length, page_size)
+  packs = attention_lib.KINDS[kind].packs_prefill
+  return decode.Layout(
+    graphdef=decode.cut_vocabulary(graphdef, tensor),
+    mesh=mesh,
+    kind=kind,
+    dtype=jnp.dtype(dtype),
+    rows=_row_sizes(own, platform),
+    # Ample: every slot at its longest, and a kept prompt's last page each.
+    pages=pages or own * (width + 1) + 1,
+    page_size=page_size,
+    width=width,
+    prefill_tokens=_batch_sizes(prefill_chunk),
+    prefill_rows=own if packs else 1,
+    steps=steps,
+    ends=ends,
+  )
 
-  def _spent(self, slot: _Playing) -> str:
-    """The limit that leaves this turn no further id, or ""."""
-    if len(slot.ids) - slot.turn_start >= slot.request.limits.turn_tokens:
-      return "turn_tokens"
-    return "episode_tokens" if self._room(slot) <= 0 else ""
 
-  def _room(self, slot: _Playing) -> int:
-    limit = min(slot.request.limits.episode_tokens, self._engine._length)
-    return limit - len(slot.ids)
+def _row_sizes(slots: int, platform: str) -> tuple[int, ...]:
+  """Sizes of the decode loop: on a CPU a row costs what it computes."""
+  sizes = {slots}
+  while platform == "cpu" and min(sizes) >= 16 and len(sizes) < 4:
+    sizes.add(min(sizes) // 2)
+  return tuple(sorted(sizes))
 
-  # --- pause and resume ---
 
-  def settle(self) -> list[types.Episode]:
-    """Asks about paused episodes, applies replies, returns ended episodes."""
-    for slot in self._slots:
-      if slot and slot.reply is None and slot.reason != decode.RUNNING:
-        slot.reply = self._environment.respond(self._pause(slot))
-    waiting = [
-      slot.reply
-      for slot in self._slots
-      if slot and isinstance(slot.reply, concurrent.futures.Future)
-    ]
-    if self._engine._deterministic:
-      concurrent.futures.wait(waiting)
-    elif len(waiting) == sum(slot is not None for slot in self._slots):
-      concurrent.futures.wait(
-        waiting, return_when=concurrent.futures.FIRST_COMPLETED
-      )
-    ended = []
-    for index, slot in enumerate(self._slots):
-      if slot is None or slot.reply is None:
-        continue
-      reply = slot.reply
-      if isinstance(reply, concurrent.futures.Future):
-        if not reply.done():
-          continue
-        reply = reply.result()
-      finish = self._apply(slot, reply)
-      slot.reply, slot.reason = None, decode.RUNNING
-      if finish:
-        ended.append(self._episode(slot, finish))
-        self._slots[index] = None
-    return ended
-
-  def _pause(self, slot: _Playing) -> types.Pause:
-    return types.Pause(
-      request_id=slot.request.id,
-      attempt=slot.attempt,
-      turn=len(slot.turns),
-      malformed=slot.malformed,
-      ids=tuple(slot.ids[slot.turn_start :]),
-      reason=decode.REASONS[slot.reason],
-      room=self._room(slot),
-      turns=slot.request.limits.turns,
-    )
-
-  def _apply(self, slot: _Playing, reply: types.Reply) -> str:
-    """Applies a reply; returns the finish reason, or "" to play on."""
-    if reply.kind == "go_on":
-      if not (spent := self._spent(slot)):
-        slot.stop_state = self._automaton.walk(slot.ids[slot.turn_start :])
-        return ""
-      # The stop string that meant nothing took the last id of a limit.
-      reply = types.Reply("finish", finish=spent)
-    end = len(slot.ids)
-    observation = list(reply.ids) if reply.kind == "append" else []
-    assert len(observation) <= self._room(slot), (len(observation), slot)
-    slot.ids += observation
-    slot.mask += [False] * len(observation)
-    slot.logprobs += [0.0] * len(observation)
-    slot.turns.append(
-      types.Turn(
-        start=slot.turn_start,
-        end=end,
-        stop=len(slot.ids),
-        text=self._engine._tokenizer.decode(slot.ids[slot.turn_start : end]),
-        action=reply.action,
-        argument=reply.argument,
-        passages=reply.passages,
-        note=reply.note,
-      )
-    )
-    slot.malformed += reply.action == "malformed"
-    slot.turn_start = len(slot.ids)
-    slot.stop_state = stops.START  # an observation never begins a stop string
-    if reply.kind == "append" and self._room(slot) <= 0:
-      return "episode_tokens"
-    return reply.finish if reply.kind != "append" else ""
-
-  def _episode(self, slot: _Playing, finish: str) -> types.Episode:
-    return types.Episode(
-      request_id=slot.request.id,
-      attempt=slot.attempt,
-      arm=slot.request.arm,
-      ids=np.array(slot.ids, np.int32),
-      prompt_length=len(slot.request.prompt_ids),
-      mask=np.array(slot.mask, bool),
-      logprobs=np.array(slot.logprobs, np.float32),
-      turns=tuple(slot.turns),
-      finish=finish,
-    )
+def _batch_sizes(chunk: int) -> tuple[int, ...]:
+  """Sizes of prefill batches: a short observation needs no large one."""
+  return (chunk // 4, chunk) if chunk >= 64 else (chunk,)

@@ -78,8 +78,13 @@ class Automaton:
     For an episode that goes on after a stop string that meant nothing: the
     bytes behind it may be the beginning of the next one.
     """
+    # A state remembers as many bytes as the longest stop string has, at most.
+    start, missing = len(ids), len(self.goto)
+    while start and missing > 0:
+      start -= 1
+      missing -= len(self.token_bytes[ids[start]])
     state = START
-    for token in ids:
+    for token in ids[start:]:
       for byte in self.token_bytes[token]:
         state = self.goto[state, byte]
     return int(state)

@@ -89,8 +89,8 @@ def advantages(
 
   or the difference alone, unless `scaled`; with the sample standard deviation
   (divisor n - 1), over j in the baseline's set: `group` those with i's group,
-  `batch` all, `hop` those with i's hop count; `none` is A_i = r_i. Where all rewards of a set are equal, and so for a
-  set of one, A is exactly 0.
+  `batch` all, `hop` those with i's hop count; `none` is A_i = r_i. Where all
+  rewards of a set are equal, and so for a set of one, A is exactly 0.
 
   Args:
     rewards: one an episode.

@@ -118,16 +118,13 @@ def programs(recipe: Recipe) -> Programs:
       batch.segments,
       compute_dtype=jnp.dtype(recipe.compute_dtype),
       remat=recipe.remat,
-      attention=(
-        attention.training(recipe.attention, recipe.mesh)
-        if hasattr(attention, "training")
-        else attention.train_attention
-      ),
+      attention=attention.training(recipe.attention, recipe.mesh),
     )
     return logprobs.token_logprobs(
       _projection(recipe, weights),
       hidden,
       batch.ids,
+      batch.mask,
       temperature=temperature,
       chunk_tokens=recipe.chunk_tokens,
       entropy_gradient=recipe.entropy_bonus,
@@ -365,6 +362,39 @@ class Learner:
       run.policy,
     )
 
+  def arguments(self, length: int) -> dict[str, tuple[Any, ...]]:
+    """The arguments of `programs` for rows of a length, as placed shapes.
+
+    So that they can be lowered and compiled where no such device is.
+    """
+    run, mesh = self.programs, self.mesh
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def placed(shapes: Any, places: Any) -> Any:
+      return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(
+          leaf.shape, leaf.dtype, sharding=place
+        ),
+        shapes,
+        places,
+      )
+
+    policy = self.abstract()
+    working = placed(policy, run.working)
+    rows = jax.eval_shape(lambda: packing.empty(self.microbatch_rows, length))
+    batch = placed(rows, jax.tree.map(lambda _: run.rows, rows))
+    sums = jax.eval_shape(grpo.zero_sums)
+    sums = placed(sums, jax.tree.map(lambda _: everywhere, sums))
+    scores, rates = batch.engine, Rates(*(1.0 for _ in Rates._fields))
+    weights = policy.params
+    return dict(
+      start=(weights,),
+      score=(weights, batch, 1.0),
+      zeros=(weights,),
+      accumulate=(weights, sums, weights, batch, scores, scores, False, rates),
+      apply=(working, weights, sums, rates),
+    )
+
   def update(
     self,
     policy: types.Policy,
@@ -397,15 +427,7 @@ class Learner:
       *(getattr(self, name) for name in Rates._fields if name != "temperature"),
     )
     parts = [
-      packing.pack(
-        part,
-        rows=self.microbatch_rows,
-        row_multiple=self.row_multiple,
-        loss=self.loss,
-        most_tokens=self.most_tokens,
-        # cuDNN's attention knows lengths, no segments.
-        packed=self.attention != "cudnn",
-      )
+      self._pack(part)
       for part in packing.minibatches(lessons, self.minibatch_questions)
     ]
     # All of the iteration's old logprobs, before any weight moves. With one
@@ -459,6 +481,38 @@ class Learner:
     if norms:
       metrics["grad_norm"] = float(np.mean(norms))
     return policy, metrics
+
+  def score(
+    self,
+    params: model.Params,
+    episodes: Sequence[types.Episode],
+    *,
+    temperature: float,
+  ) -> list[np.ndarray]:
+    """Returns the logprobs of each episode's ids, float32 [T] each.
+
+    They are those of the update's forward pass; 0 where an id was not sampled.
+    """
+    lessons = [(i, types.Lesson(e, 0.0)) for i, e in enumerate(episodes)]
+    found = [np.zeros(len(episode.ids), np.float32) for episode in episodes]
+    for batch in self._pack(lessons):
+      placed = jax.device_put(batch, self.programs.rows)
+      scored = np.asarray(self.programs.score(params, placed, temperature))
+      for number in np.unique(batch.groups[batch.groups >= 0]):
+        own = batch.groups == number
+        found[number] = np.where(batch.mask, scored, 0.0)[own]
+    return found
+
+  def _pack(self, lessons: Sequence[tuple[int, types.Lesson]]):
+    return packing.pack(
+      lessons,
+      rows=self.microbatch_rows,
+      row_multiple=self.row_multiple,
+      loss=self.loss,
+      most_tokens=self.most_tokens,
+      # cuDNN's attention knows lengths, no segments.
+      packed=self.attention != "cudnn",
+    )
 
   def _scores(self, params, reference, batch, single, temperature):
     """Returns old and reference logprobs; zeros where none are needed."""

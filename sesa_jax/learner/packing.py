@@ -62,6 +62,22 @@ def row_length(tokens: int, row_multiple: int) -> int:
   return row_multiple * (middle if needed <= middle else power)
 
 
+def empty(rows: int, length: int) -> Batch:
+  """Returns a batch of padding."""
+  shape = (rows, length)
+  return Batch(
+    ids=np.zeros(shape, np.int32),
+    positions=np.zeros(shape, np.int32),
+    segments=np.zeros(shape, np.int32),
+    mask=np.zeros(shape, bool),
+    engine=np.zeros(shape, np.float32),
+    advantages=np.zeros(shape, np.float32),
+    weights=np.zeros(shape, np.float32),
+    shares=np.zeros(shape, np.float32),
+    groups=np.full(shape, -1, np.int32),
+  )
+
+
 def minibatches(
   lessons: Sequence[types.Lesson], minibatch_questions: int
 ) -> list[list[tuple[int, types.Lesson]]]:
@@ -146,18 +162,7 @@ def _room(pair) -> int:
 
 def _batch(lines, rows, row_multiple, loss, most_tokens) -> Batch:
   longest = max(sum(len(x.episode.ids) for _, x in line) for line in lines)
-  shape = (rows, row_length(longest, row_multiple))
-  batch = Batch(
-    ids=np.zeros(shape, np.int32),
-    positions=np.zeros(shape, np.int32),
-    segments=np.zeros(shape, np.int32),
-    mask=np.zeros(shape, bool),
-    engine=np.zeros(shape, np.float32),
-    advantages=np.zeros(shape, np.float32),
-    weights=np.zeros(shape, np.float32),
-    shares=np.zeros(shape, np.float32),
-    groups=np.full(shape, -1, np.int32),
-  )
+  batch = empty(rows, row_length(longest, row_multiple))
   for row, line in enumerate(lines):
     start = 0
     for segment, (question, lesson) in enumerate(line, 1):

@@ -6,9 +6,13 @@ it; none is ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from absl import logging
 
 
 @dataclass(frozen=True)
@@ -71,20 +75,37 @@ _COMMON = {
 }
 _FAMILIES = {
   "llama": {"max_position_embeddings": 2048},
-  "qwen2": {"max_position_embeddings": 32_768},
-  "qwen3": {"max_position_embeddings": 32_768, "head_dim": 128},
+  "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+  "qwen3": {
+    "max_position_embeddings": 32_768,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+  },
 }
+# What else is read.
+_NEEDED = (
+  "vocab_size hidden_size intermediate_size num_hidden_layers "
+  "num_attention_heads"
+).split()
+_READ = (
+  "model_type architectures rope_scaling rope_parameters layer_types "
+  "original_max_position_embeddings use_sliding_window sliding_window "
+  "max_window_layers"
+).split()
 
 # Fields that change the function, with the values that leave it as it is here.
 _OFF = (None, False, 0, 0.0)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-  "hidden_act": ("silu",),
+  "hidden_act": ("silu", "swish"),
   "attention_bias": _OFF,
   "mlp_bias": _OFF,
   "attention_dropout": _OFF,
   "partial_rotary_factor": (None, 1.0),
   "rope_interleaved": _OFF,
   "no_rope_layers": (None, []),
+  "use_mrope": _OFF,
+  "is_encoder_decoder": _OFF,
+  "auto_map": (None, {}),  # code of its own
   "quantization_config": (None,),
   "num_experts": _OFF,
   "num_local_experts": _OFF,
@@ -96,6 +117,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "logits_scaling": (None, 1.0),
   "logit_scale": (None, 1.0),
 }
+# Fields that files carry and that leave the function as it is.
+_HARMLESS = frozenset(
+  (
+    "_name_or_path _attn_implementation_autoset transformers_version "
+    "torch_dtype dtype use_cache initializer_range bos_token_id eos_token_id "
+    "pad_token_id pretraining_tp is_llama_config chunk_size_feed_forward "
+    "output_attentions output_hidden_states return_dict id2label label2id "
+    "problem_type transformers.js_config"
+  ).split()
+)
 
 
 def from_hf_config(config: Mapping[str, Any]) -> Backbone:
@@ -128,11 +159,11 @@ def from_hf_config(config: Mapping[str, Any]) -> Backbone:
         f"be {' or '.join(repr(value) for value in neutral)}."
       )
   _check_window(values)
-  needed = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers "
-    "num_attention_heads"
-  ).split()
-  missing = [name for name in needed if values.get(name) is None]
+  known = {*_COMMON, *_FAMILIES[family], *_NEEDED, *_READ, *_NEUTRAL}
+  unknown = sorted(config.keys() - known - _HARMLESS)
+  if unknown:
+    logging.warning("config.json: fields unknown here: %s", ", ".join(unknown))
+  missing = [name for name in _NEEDED if values.get(name) is None]
   if missing:
     raise ValueError(f"config.json lacks {', '.join(missing)}.")
   heads = values["num_attention_heads"]
@@ -152,6 +183,67 @@ def from_hf_config(config: Mapping[str, Any]) -> Backbone:
     context=values["max_position_embeddings"],
     rope_scaling=rope["rope_scaling"],
   )
+
+
+def to_hf_config(backbone: Backbone) -> dict[str, Any]:
+  """Returns the `config.json` of an architecture: `from_hf_config` undone.
+
+  In the layout of the published files, which transformers 4 and 5 read. Padding
+  of the vocabulary is ours alone and left out.
+
+  Raises:
+    ValueError: no family has this architecture.
+  """
+  if backbone.qk_norm and backbone.qkv_bias:
+    raise ValueError(
+      "No family has both normed queries (qwen3) and biased ones (qwen2): "
+      "there is no config.json for this backbone."
+    )
+  family = "qwen3" if backbone.qk_norm else "llama"
+  family = "qwen2" if backbone.qkv_bias else family
+  scaling = backbone.rope_scaling and {
+    "rope_type": "llama3",
+    "factor": backbone.rope_scaling.factor,
+    "low_freq_factor": backbone.rope_scaling.low_freq_factor,
+    "high_freq_factor": backbone.rope_scaling.high_freq_factor,
+    "original_max_position_embeddings": backbone.rope_scaling.original_context,
+  }
+  return {
+    "architectures": [f"{family.capitalize()}ForCausalLM"],
+    "model_type": family,
+    "vocab_size": backbone.vocab_size,
+    "hidden_size": backbone.dim,
+    "intermediate_size": backbone.ffn,
+    "num_hidden_layers": backbone.layers,
+    "num_attention_heads": backbone.heads,
+    "num_key_value_heads": backbone.kv_heads,
+    "head_dim": backbone.head_dim,
+    "hidden_act": "silu",
+    "rms_norm_eps": backbone.norm_eps,
+    "rope_theta": backbone.rope_theta,
+    "rope_scaling": scaling,
+    "tie_word_embeddings": backbone.tied,
+    "max_position_embeddings": backbone.context,
+  }
+
+
+def published(name: str) -> Backbone:
+  """Returns a published architecture, whose weights need not be here.
+
+  Facts of the `config.json` beside the weights on the model hub, under the hub
+  names of `architectures.json`, cut to the fields that say what is computed.
+
+  Args:
+    name: as the backbone's config is called, such as "qwen3_4b".
+
+  Raises:
+    ValueError: the name is unknown; lists those that are known.
+  """
+  file = Path(__file__).with_name("architectures.json")
+  known = json.loads(file.read_text("utf-8"))
+  if name not in known:
+    raise ValueError(f"Unknown backbone {name!r}. Choices: {', '.join(known)}.")
+  return from_hf_config(known[name]["config"])
 
 
 def tiny(vocab_size: int = 512) -> Backbone:
@@ -175,7 +267,13 @@ def tiny(vocab_size: int = 512) -> Backbone:
 
 def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
   """Reads RoPE of transformers 4 (rope_scaling) and 5 (rope_parameters)."""
-  fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  fields = config.get("rope_scaling") or config.get("rope_parameters") or {}
+  nested = [n for n, value in fields.items() if isinstance(value, Mapping)]
+  if nested:
+    raise ValueError(
+      f"config.json: RoPE of their own for {', '.join(nested)} is not "
+      "implemented; rope_parameters must be one set for all layers."
+    )
   kind = fields.get("rope_type", fields.get("type", "default"))
   found: dict[str, Any] = {"rope_scaling": None}
   if "rope_theta" in fields:
@@ -183,9 +281,11 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
   if "partial_rotary_factor" in fields:
     found["partial_rotary_factor"] = fields["partial_rotary_factor"]
   if kind == "llama3":
-    names = (
-      "factor low_freq_factor high_freq_factor original_max_position_embeddings"
-    ).split()
+    context = "original_max_position_embeddings"
+    names = ("factor", "low_freq_factor", "high_freq_factor", context)
+    # Where it stands outside as well, transformers goes by that one.
+    if config.get(context) is not None:
+      fields = {**fields, context: config[context]}
     missing = [name for name in names if name not in fields]
     if missing:
       raise ValueError(

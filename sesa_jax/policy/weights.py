@@ -1,28 +1,38 @@
 """Weights into the tree of `model.init`, from files that others wrote.
 
 Everything about a file that can be wrong is found from its header, before a
-number is read; one error lists it all.
+number is read; one error lists it all. What is read are the parts of tensors
+that this process's devices hold, leaf by leaf.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.console
+import rich.progress
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 
-from sesa_jax.policy import backbones, model
+from sesa_jax.policy import backbones, model, sharding
 from sesa_jax.policy.backbones import Backbone
 
 SOURCES = ("hf", "gguf", "random")
+# A mesh's `tensor` axis then divides the tables. That of every published
+# backbone is a multiple already, so nothing is padded there.
+VOCAB_MULTIPLE = 128
 
 # Module of the tree -> stem in safetensors, stem in GGUF.
 _ENDS = {
@@ -44,7 +54,7 @@ _LAYER = {
   "down": ("mlp.down_proj", "ffn_down"),
 }
 _BLOCK = ("model.layers.{}", "blk.{}")
-_HF, _GGUF = 0, 1
+HF, GGUF = 0, 1
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -53,70 +63,135 @@ class _Store:
   """Named tensors outside, and the architecture that they should fit."""
 
   place: str
-  naming: int  # _HF or _GGUF
+  naming: int  # HF or GGUF
   backbone: Backbone
   shapes: Mapping[str, tuple[int, ...]]  # [out, in] for a kernel
-  read: Callable[[str], np.ndarray]
+  read: Callable[[str, tuple[slice, ...]], np.ndarray]  # a part of one
 
 
-def load(source: str, path: str | Path, key: jax.Array) -> tuple[Backbone, Any]:
+class Place(NamedTuple):
+  """What an outside tensor is in the tree."""
+
+  leaf: str  # "layers/q/kernel"
+  layer: int | None  # on axis 0 of the leaf, if it stacks layers
+  shape: tuple[int, ...]  # outside: [out, in] for a kernel, no padded rows
+
+
+def load(
+  source: str,
+  path: str | Path,
+  key: jax.Array | None = None,
+  *,
+  mesh: Mesh | None = None,
+  dtype: Any = jnp.float32,
+  vocab_multiple: int = VOCAB_MULTIPLE,
+) -> tuple[Backbone, Any]:
   """Loads or, for "random", draws the weights of a policy.
 
   Args:
     source: one of `SOURCES`.
     path: a folder for "hf", a file for "gguf", unused for "random".
-    key: of the draw.
+    key: of the draw, which is the same on every mesh.
+    mesh: where the weights go, cut as `sharding.shardings` says; each process
+      reads its devices' share. None: JAX's first device.
+    dtype: float32 for masters, bfloat16 for a frozen copy.
+    vocab_multiple: tables get rows of zeros up to a multiple of it.
 
   Returns:
-    The architecture, and float32 masters with layers stacked on axis 0.
+    The architecture, and weights with layers stacked on axis 0.
 
   Raises:
     ValueError: as `check`.
   """
-  backbone = check(source, path)
   if source == "random":
-    return backbone, model.init(backbone, key)
-  return load_hf(path) if source == "hf" else load_gguf(path)
+    backbone = check(source, path, vocab_multiple)
+    draw = jax.jit(
+      _draw, static_argnums=(0, 1), out_shardings=_places(backbone, mesh)
+    )
+    return backbone, draw(backbone, jnp.dtype(dtype), key)
+  store = _open(source, path)
+  backbone = dataclasses.replace(store.backbone, vocab_multiple=vocab_multiple)
+  return backbone, _assemble(store, backbone, mesh, jnp.dtype(dtype))
 
 
-def check(source: str, path: str | Path) -> Backbone:
+def check(
+  source: str, path: str | Path, vocab_multiple: int = VOCAB_MULTIPLE
+) -> Backbone:
   """Validates headers, names and shapes without reading a weight.
+
+  Returns:
+    The architecture, as `load` returns it.
 
   Raises:
     ValueError: the source is unknown; a file is missing, truncated or corrupt;
       the architecture is not implemented; tensors are missing, unexpected or
       mis-shaped, listed in one error.
   """
-  if source == "random":
-    return backbones.tiny()
-  if source == "hf":
-    store = _open_hf(Path(path))
-  elif source == "gguf":
-    store = _open_gguf(Path(path))
-  else:
+  backbone = (
+    backbones.tiny() if source == "random" else _open(source, path).backbone
+  )
+  return dataclasses.replace(backbone, vocab_multiple=vocab_multiple)
+
+
+def tensors(backbone: Backbone, naming: int = HF) -> dict[str, Place]:
+  """Returns what lies outside for a backbone: all tensors by name.
+
+  In the order of the tree's leaves, and of layers within one.
+
+  Args:
+    backbone: the architecture.
+    naming: `HF` or `GGUF`.
+  """
+  places = {}
+  leaves = jax.tree_util.tree_leaves_with_path(model.abstract_params(backbone))
+  for path, leaf in leaves:
+    name, shape = _name(path), leaf.shape
+    *_, module, kind = name.split("/")
+    suffix = ".bias" if kind == "bias" else ".weight"
+    if kind == "embedding":
+      shape = (backbone.vocab_size, *shape[1:])
+    if not name.startswith("layers/"):
+      places[_ENDS[module][naming] + suffix] = Place(name, None, shape)
+      continue
+    shape = shape[:0:-1] if kind == "kernel" else shape[1:]
+    stem = f"{_BLOCK[naming]}.{_LAYER[module][naming]}{suffix}"
+    for layer in range(backbone.layers):
+      places[stem.format(layer)] = Place(name, layer, shape)
+  return places
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+  """Shows a bar over bytes on a terminal, and nothing elsewhere.
+
+  Args:
+    what: is done.
+    total: bytes of all of it.
+
+  Yields:
+    What to call with the bytes that are done since the last call.
+  """
+  console = rich.console.Console(stderr=True)
+  with rich.progress.Progress(
+    rich.progress.TextColumn("{task.description}"),
+    rich.progress.BarColumn(bar_width=24),
+    rich.progress.DownloadColumn(),
+    rich.progress.TimeRemainingColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  ) as bar:
+    yield functools.partial(bar.advance, bar.add_task(what, total=total))
+
+
+def _open(source: str, path: str | Path) -> _Store:
+  if source not in ("hf", "gguf"):
     raise ValueError(
       f"Unknown policy.source {source!r}. Choices: {', '.join(SOURCES)}."
     )
+  store = _open_hf(Path(path)) if source == "hf" else _open_gguf(Path(path))
   _check_tensors(store)
-  return store.backbone
-
-
-def load_hf(folder: str | Path) -> tuple[Backbone, Any]:
-  """Loads a Hugging Face folder, one or many safetensors files.
-
-  Raises:
-    ValueError: as `check`.
-  """
-  return _assemble(_open_hf(Path(folder)))
-
-
-def load_gguf(path: str | Path) -> tuple[Backbone, Any]:
-  """Loads a GGUF file of the llama architecture, dequantized to float32.
-
-  Raises:
-    ValueError: as `check`.
-  """
-  return _assemble(_open_gguf(Path(path)))
+  return store
 
 
 def _open_hf(folder: Path) -> _Store:
@@ -128,7 +203,8 @@ def _open_hf(folder: Path) -> _Store:
   backbone = backbones.from_hf_config(read_json(folder / "config.json"))
   index = folder / "model.safetensors.index.json"
   if index.exists():
-    files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    owners = read_json(index).get("weight_map")
+    files = sorted(set(owners.values())) if isinstance(owners, dict) else []
   else:
     files = ["model.safetensors"]
   missing = [name for name in files if not (folder / name).is_file()]
@@ -157,10 +233,10 @@ def _open_hf(folder: Path) -> _Store:
     )
   return _Store(
     str(folder),
-    _HF,
+    HF,
     backbone,
     shapes,
-    lambda name: handles[name].get_tensor(name),
+    lambda name, part: handles[name].get_slice(name)[part],
   )
 
 
@@ -169,7 +245,10 @@ def _open_gguf(path: Path) -> _Store:
   tied = "output.weight" not in file.tensors
   backbone = backbones.from_gguf(file.metadata, tied=tied)
 
-  def read(name: str) -> np.ndarray:
+  # Blocks of numbers cannot be cut: devices share what is dequantized. They ask
+  # for all layers of a leaf in turn.
+  @functools.lru_cache(maxsize=backbone.layers)
+  def whole(name: str) -> np.ndarray:
     tensor = file.tensors[name]
     values = gguf.dequantize(tensor.data, tensor.tensor_type)
     heads = {"attn_q": backbone.heads, "attn_k": backbone.kv_heads}
@@ -184,7 +263,9 @@ def _open_gguf(path: Path) -> _Store:
     name: tuple(int(size) for size in reversed(tensor.shape))
     for name, tensor in file.tensors.items()
   }
-  return _Store(str(path), _GGUF, backbone, shapes, read)
+  return _Store(
+    str(path), GGUF, backbone, shapes, lambda name, part: whole(name)[part]
+  )
 
 
 @dataclass(frozen=True)
@@ -241,32 +322,16 @@ def read_json(path: Path) -> dict[str, Any]:
   return value
 
 
-def _names(path: str, layers: int, naming: int) -> list[str]:
-  """Outside names of a leaf of the tree, one for each layer that it stacks."""
-  *_, module, leaf = path.split("/")
-  suffix = ".bias" if leaf == "bias" else ".weight"
-  if not path.startswith("layers/"):
-    return [_ENDS[module][naming] + suffix]
-  stem = f"{_BLOCK[naming]}.{_LAYER[module][naming]}{suffix}"
-  return [stem.format(layer) for layer in range(layers)]
-
-
-def _leaves(backbone: Backbone) -> dict[str, jax.ShapeDtypeStruct]:
-  tree = model.abstract_params(backbone)
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
+def _name(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _check_tensors(store: _Store) -> None:
   """Raises one error that lists all tensors that are not as they should be."""
-  expected = {}
-  for path, leaf in _leaves(store.backbone).items():
-    shape = leaf.shape[1:] if path.startswith("layers/") else leaf.shape
-    shape = shape[::-1] if path.endswith("/kernel") else shape
-    for name in _names(path, store.backbone.layers, store.naming):
-      expected[name] = shape
+  expected = {
+    name: place.shape
+    for name, place in tensors(store.backbone, store.naming).items()
+  }
   # A copy of a tied head, and a table that old files carry, say nothing new.
   unexpected = [
     name
@@ -297,21 +362,79 @@ def _some(faults: list[str]) -> str:
   return "; ".join(faults[:20] + more)
 
 
-def _assemble(store: _Store) -> tuple[Backbone, Any]:
-  """Reads a leaf of the tree at a time, so that one copy is held, not two."""
-  _check_tensors(store)
-  params: dict[str, Any] = {}
-  for path, leaf in _leaves(store.backbone).items():
-    stacked = path.startswith("layers/")
-    values = np.empty(leaf.shape, np.float32)
-    names = _names(path, store.backbone.layers, store.naming)
-    for layer, name in enumerate(names):
-      tensor = store.read(name)
-      target = values[layer] if stacked else values
-      target[...] = tensor.T if path.endswith("/kernel") else tensor
-    *parents, last = path.split("/")
-    node = functools.reduce(
-      lambda at, key: at.setdefault(key, {}), parents, params
+def _places(backbone: Backbone, mesh: Mesh | None) -> Any:
+  tree = model.abstract_params(backbone)
+  if mesh is not None:
+    return sharding.shardings(mesh, tree)
+  return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), tree)
+
+
+def _draw(backbone: Backbone, dtype: np.dtype, key: jax.Array) -> Any:
+  drawn = model.init(backbone, key)
+  real = jnp.arange(backbone.table_rows)[:, None] < backbone.vocab_size
+  for name in {"embed", "head"} & drawn.keys():
+    drawn[name] = {"embedding": jnp.where(real, drawn[name]["embedding"], 0)}
+  return jax.tree.map(lambda leaf: leaf.astype(dtype), drawn)
+
+
+_Cut = tuple[tuple[int, int], ...]  # from, to on each axis of a leaf
+
+
+def _cut(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Cut:
+  bounds = (axis.indices(size) for axis, size in zip(index, shape, strict=True))
+  return tuple((start, stop) for start, stop, _ in bounds)
+
+
+def _assemble(
+  store: _Store, backbone: Backbone, mesh: Mesh | None, dtype: np.dtype
+) -> Any:
+  """Reads a leaf at a time: each share once, however many devices hold it."""
+  tree, places = model.abstract_params(backbone), _places(backbone, mesh)
+  outside: dict[str, list[str]] = {}  # of a leaf, in the order of layers
+  for name, place in tensors(backbone, store.naming).items():
+    outside.setdefault(place.leaf, []).append(name)
+
+  def held(leaf: jax.ShapeDtypeStruct, place: Sharding) -> int:
+    indices = place.addressable_devices_indices_map(leaf.shape).values()
+    shares = {_cut(index, leaf.shape) for index in indices}
+    share = math.prod(place.shard_shape(leaf.shape))
+    return len(shares) * share * dtype.itemsize
+
+  def read(path: Any, leaf: jax.ShapeDtypeStruct, place: Sharding) -> jax.Array:
+    name = _name(path)
+
+    @functools.cache
+    def share(cut: _Cut) -> np.ndarray:
+      values = np.zeros([stop - start for start, stop in cut], dtype)
+      stacked = name.startswith("layers/")
+      targets = values if stacked else values[None]
+      layers = outside[name][slice(*cut[0])] if stacked else outside[name]
+      for layer, target in zip(layers, targets, strict=True):
+        _fill(target, store, layer, cut[stacked:], name.endswith("/kernel"))
+        advance(target.nbytes)
+      return values
+
+    return jax.make_array_from_callback(
+      leaf.shape, place, lambda index: share(_cut(index, leaf.shape))
     )
-    node[last] = jnp.array(values)
-  return store.backbone, params
+
+  total = sum(jax.tree.leaves(jax.tree.map(held, tree, places)))
+  with progress(f"Reading {store.place}", total) as advance:
+    return jax.tree_util.tree_map_with_path(read, tree, places)
+
+
+def _fill(
+  target: np.ndarray, store: _Store, name: str, cut: _Cut, transposed: bool
+) -> None:
+  """Reads a part of a tensor; rows that only our table has stay zero."""
+  shape = store.shapes[name]
+  part = tuple(
+    slice(start, min(stop, size))
+    for (start, stop), size in zip(
+      cut[::-1] if transposed else cut, shape, strict=True
+    )
+  )
+  if all(axis.start < axis.stop for axis in part):
+    values = store.read(name, part)
+    values = values.T if transposed else values
+    target[: len(values)] = values

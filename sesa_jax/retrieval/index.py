@@ -1,8 +1,15 @@
-"""Exact nearest neighbours: the reference for every faster index."""
+"""Nearest neighbours: the exact index, which is the reference, and ScaNN.
+
+ScaNN: Guo et al., arXiv 1908.10396. What is measured, and which is the default
+at which size, stands in docs/skills.md.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import math
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +21,158 @@ from sesa_jax.distributed import host_cpu
 # Queries go through in blocks of this many rows: XLA gives a row the same bits
 # at one shape only, so a result must not depend on who else asked.
 BLOCK = 8
+
+KINDS = ("auto", "exact", "scann")
+TREE_FROM = 20_000  # vectors from which ScaNN searches a tree, not all of them
+SEARCHED = 0.1  # of the leaves
+REORDERED = 100  # candidates whose inner products are computed
+SPARE = 16  # neighbours fetched beyond k, in the place of those not allowed
+
+
+class Index(Protocol):
+  """Finds the nearest of some vectors."""
+
+  def search(
+    self,
+    queries: Float[np.ndarray, "Q E"],
+    k: int,
+    allowed: Bool[np.ndarray, "Q S"] | None = None,
+  ) -> tuple[Float[np.ndarray, "Q k"], Int[np.ndarray, "Q k"]]:
+    """Returns scores and rows as `top_k` does.
+
+    Args:
+      queries: float32.
+      k: results a query, at least 1.
+      allowed: False at what a query must not find.
+    """
+    ...
+
+
+def build(
+  vectors: Float[np.ndarray | jax.Array, "S E"],
+  mask: Bool[np.ndarray | jax.Array, " S"],
+  kind: str = "auto",
+) -> Index:
+  """Builds an index of the vectors that are not masked.
+
+  Args:
+    vectors: float32.
+    mask: False at rows that nobody may find.
+    kind: one of KINDS; "auto" is the faster one at this size.
+
+  Raises:
+    ValueError: an unknown kind, or ScaNN is not installed.
+  """
+  if kind not in KINDS:
+    raise ValueError(f"Unknown index {kind!r}. Choices: {', '.join(KINDS)}.")
+  if kind == "auto":
+    kind = faster(int(np.sum(mask)))
+  return Exact(vectors, mask) if kind == "exact" else Scann(vectors, mask)
+
+
+def faster(count: int) -> str:
+  """Returns the kind that is the faster one for so many vectors."""
+  return "exact" if count < TREE_FROM or not has_scann() else "scann"
+
+
+def has_scann() -> bool:
+  """Whether ScaNN is installed: there are wheels for Linux on x86-64 alone."""
+  return importlib.util.find_spec("scann") is not None
+
+
+class Exact:
+  """Brute force by XLA; an `Index`."""
+
+  def __init__(
+    self,
+    vectors: Float[np.ndarray | jax.Array, "S E"],
+    mask: Bool[np.ndarray | jax.Array, " S"],
+  ):
+    self._vectors = jax.device_put(vectors, host_cpu())
+    self._mask = np.asarray(mask)
+
+  def search(
+    self,
+    queries: Float[np.ndarray, "Q E"],
+    k: int,
+    allowed: Bool[np.ndarray, "Q S"] | None = None,
+  ) -> tuple[Float[np.ndarray, "Q k"], Int[np.ndarray, "Q k"]]:
+    """See `Index`; scores and ties are those of `top_k`."""
+    mask = self._mask if allowed is None else self._mask & allowed
+    return top_k(queries, self._vectors, mask, k)
+
+
+class Scann:
+  """ScaNN; an `Index`.
+
+  Below TREE_FROM vectors all are scored. From there on k-means leaves are
+  chosen, their vectors scored by anisotropic hashes, and the best of those by
+  their inner products. A query whose SPARE further neighbours do not make up
+  for those that it must not find is answered by the exact index.
+
+  Raises:
+    ValueError: ScaNN is not installed.
+  """
+
+  def __init__(
+    self,
+    vectors: Float[np.ndarray | jax.Array, "S E"],
+    mask: Bool[np.ndarray | jax.Array, " S"],
+  ):
+    if not has_scann():
+      raise ValueError(
+        "The index 'scann' needs the package scann, which is not installed "
+        "(there is none for this machine, or pip left it out). Choose 'exact'."
+      )
+    from scann.scann_ops.py import scann_ops_pybind
+
+    self._exact = Exact(vectors, mask)
+    self._rows = np.flatnonzero(np.asarray(mask)).astype(np.int32)
+    if not len(self._rows):
+      return
+    builder = scann_ops_pybind.builder(
+      np.asarray(vectors)[self._rows], 1 + SPARE, "dot_product"
+    )
+    if len(self._rows) < TREE_FROM:
+      builder.score_brute_force()
+    else:
+      leaves = round(math.sqrt(len(self._rows)))
+      builder.tree(leaves, max(1, round(leaves * SEARCHED)))
+      builder.score_ah(2, anisotropic_quantization_threshold=0.2)
+      builder.reorder(REORDERED)
+    self._searcher = builder.build()
+
+  def search(
+    self,
+    queries: Float[np.ndarray, "Q E"],
+    k: int,
+    allowed: Bool[np.ndarray, "Q S"] | None = None,
+  ) -> tuple[Float[np.ndarray, "Q k"], Int[np.ndarray, "Q k"]]:
+    """See `Index`; of equal scores the lower row comes first."""
+    if k < 1 or not len(queries) or not len(self._rows):
+      return self._exact.search(queries, k, allowed)
+    fetched = min(k if allowed is None else k + SPARE, len(self._rows))
+    found, near = self._searcher.search_batched_parallel(
+      np.asarray(queries, np.float32), final_num_neighbors=fetched
+    )
+    rows = self._rows[found]
+    near = np.where(np.isnan(near), -np.inf, near)
+    if allowed is not None:
+      near = np.where(np.take_along_axis(allowed, rows, 1), near, -np.inf)
+    order = np.lexsort((rows, -near), axis=1)[:, :k]
+    scores = np.full((len(queries), k), -np.inf, np.float32)
+    indices = np.full((len(queries), k), -1, np.int32)
+    width = order.shape[1]
+    scores[:, :width] = np.take_along_axis(near, order, 1)
+    indices[:, :width] = np.take_along_axis(rows, order, 1)
+    indices[np.isneginf(scores)] = -1
+    # Too few were left of those fetched: there may be more.
+    short = np.flatnonzero(np.isneginf(scores[:, min(k, len(self._rows)) - 1]))
+    if len(short):
+      scores[short], indices[short] = self._exact.search(
+        queries[short], k, None if allowed is None else allowed[short]
+      )
+    return scores, indices
 
 
 def top_k(

@@ -9,9 +9,9 @@ admit, evict.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,20 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from sesa_jax import metrics, prompts
+from sesa_jax import metrics
 from sesa_jax.distributed import host_cpu
 from sesa_jax.language import question_key
-from sesa_jax.retrieval.index import top_k
+from sesa_jax.retrieval import index as index_lib
+from sesa_jax.skills import record as record_lib
+from sesa_jax.skills.credit import CREDITS, difference, usage
+from sesa_jax.skills.record import Record, embedded_text, row_of, skill_of
 from sesa_jax.types import Encoder, Outcome, Question, Skill
-
-STATES = ("active", "retired", "evicted")
-ORIGINS = ("seed", "offline", "chat", "solver", "mined", "authored")
-CREDITS = ("rollout", "majority", "relative")
-FIELDS = ("description", "trigger", "evidence", "avoidance", "templates")
 
 Events = tuple[dict[str, Any], ...]
 
-
-@dataclass(frozen=True)
-class Record:
-  """A skill and what became of it."""
-
-  skill: Skill
-  state: str = "active"  # one of STATES
-  reason: str = ""  # why it is no longer active
+# Who has a bank finds here what its skills are as text.
+check_fields, load = record_lib.check_fields, record_lib.load
+render, rendered = record_lib.render, record_lib.rendered
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +52,11 @@ class SkillBank:
   harmful: Float[jax.Array, " S"]
   active: Bool[jax.Array, " S"]
   tombstones: Bool[jax.Array, " S"]  # retired: bars its like from coming back
+  # By kind, built when first asked for. They are handed on by the steps that
+  # change neither embeddings nor `active`, and so are rebuilt by no others.
+  indexes: dict[str, index_lib.Index] = field(
+    default_factory=dict, init=False, repr=False
+  )
 
   @property
   def skills(self) -> tuple[Skill, ...]:
@@ -71,13 +69,8 @@ class SkillBank:
 
     Rounded: shares such as .1 + .2 - .3 must give 0, not less.
     """
-    difference = np.asarray(self.helpful, np.float64) - np.asarray(self.harmful)
-    return np.round(difference, 3)
-
-
-def embedded_text(skill: Skill) -> str:
-  """The text by which a skill is found."""
-  return f"{skill.description} {skill.trigger}"
+    net = np.asarray(self.helpful, np.float64) - np.asarray(self.harmful)
+    return np.round(net, 3)
 
 
 def create(capacity: int, dim: int) -> SkillBank:
@@ -108,16 +101,21 @@ def create(capacity: int, dim: int) -> SkillBank:
   )
 
 
+_ARRAYS = ("embeddings", "retrieved", "helpful", "harmful")
+
+
 def _bank(
   capacity: int,
   next_number: int,
   records: tuple[Record, ...],
-  arrays: Mapping[str, np.ndarray],
+  arrays: Mapping[str, np.ndarray | jax.Array],
 ) -> SkillBank:
   """Pads the arrays to whole capacities and derives the masks from records."""
   rows = capacity * max(1, -(-len(records) // capacity))
 
-  def put(array: np.ndarray) -> jax.Array:
+  def put(array: np.ndarray | jax.Array) -> jax.Array:
+    if isinstance(array, jax.Array) and len(array) == rows:
+      return array
     padded = np.zeros((rows, *array.shape[1:]), array.dtype)
     padded[: len(records)] = array[: len(records)]
     return jax.device_put(padded, host_cpu())
@@ -133,19 +131,15 @@ def _bank(
   )
 
 
-def _arrays(bank: SkillBank) -> dict[str, np.ndarray]:
-  """Copies that may be changed: the bank's own must not be."""
-  names = ("embeddings", "retrieved", "helpful", "harmful")
-  return {name: np.array(getattr(bank, name)) for name in names}
-
-
 def _with_records(
   bank: SkillBank, records: Sequence[Record], **changes: Any
 ) -> SkillBank:
   next_number = changes.pop("next_number", bank.next_number)
-  return _bank(
-    bank.capacity, next_number, tuple(records), _arrays(bank) | changes
-  )
+  arrays = {name: getattr(bank, name) for name in _ARRAYS} | changes
+  after = _bank(bank.capacity, next_number, tuple(records), arrays)
+  if "embeddings" not in changes and np.array_equal(bank.active, after.active):
+    after.indexes.update(bank.indexes)
+  return after
 
 
 # --- what comes in ---------------------------------------------------------
@@ -168,11 +162,10 @@ def prime(
       f"{len(skills)} skills to prime the bank, but there is room for {room} "
       f"of bank.capacity = {bank.capacity}. Raise it or prime with fewer."
     )
-  events = []
-  for skill, embedding in zip(skills, embeddings, strict=True):
-    bank, id = _append(bank, skill, embedding, iteration)
-    events.append(_event(iteration, "prime", id))
-  return bank, tuple(events)
+  bank, new = _append(bank, skills, embeddings, iteration)
+  return bank, tuple(
+    _event(iteration, "prime", skill.id, fields=_fields(skill)) for skill in new
+  )
 
 
 def admit(
@@ -219,9 +212,11 @@ def admit(
         _event(iteration, "reject", skill.id, reason=reason, **seen)
       )
       continue
-    bank, id = _append(bank, skill, embedding, iteration)
-    events.append(_event(iteration, "admit", id, **seen))
-    bank, evicted = evict(bank, iteration, spare=id)
+    bank, (new,) = _append(bank, [skill], [embedding], iteration)
+    events.append(
+      _event(iteration, "admit", new.id, fields=_fields(new), **seen)
+    )
+    bank, evicted = evict(bank, iteration, spare=new.id)
     events += evicted
   return bank, tuple(events)
 
@@ -235,7 +230,7 @@ def nearest(
   """
   embedding = _checked(bank, embedding)
   mask = np.asarray(bank.active) | np.asarray(bank.tombstones)
-  scores, rows = top_k(embedding[None], bank.embeddings, mask, 1)
+  scores, rows = index_lib.top_k(embedding[None], bank.embeddings, mask, 1)
   row = int(rows[0, 0])
   id = bank.records[row].skill.id if row >= 0 else ""
   return id, row, float(scores[0, 0])
@@ -253,29 +248,71 @@ def _checked(bank: SkillBank, embedding: np.ndarray) -> np.ndarray:
 
 
 def _append(
-  bank: SkillBank, skill: Skill, embedding: np.ndarray, iteration: int
-) -> tuple[SkillBank, str]:
+  bank: SkillBank,
+  skills: Sequence[Skill],
+  embeddings: Sequence[np.ndarray],
+  iteration: int,
+) -> tuple[SkillBank, list[Skill]]:
   known = {record.skill.id for record in bank.records}
-  number, id = bank.next_number, skill.id
-  if not id:
-    while (id := f"skill-{number:05d}") in known:
+  number, new = bank.next_number, []
+  for skill in skills:
+    id = skill.id
+    if not id:
+      while (id := f"skill-{number:05d}") in known:
+        number += 1
       number += 1
-    number += 1
-  elif id in known:
-    raise ValueError(
-      f"The bank has or had a skill {id!r}; ids are never reused. Give the "
-      "new one another id, or none."
-    )
-  skill = dataclasses.replace(skill, id=id, created_at=iteration)
-  arrays = _arrays(bank)
-  count = len(bank.records)
-  grown = {
-    name: np.concatenate([array[:count], np.zeros_like(array[:1])])
-    for name, array in arrays.items()
+    elif id in known:
+      raise ValueError(
+        f"The bank has or had a skill {id!r}; ids are never reused. Give the "
+        "new one another id, or none."
+      )
+    known.add(id)
+    new.append(dataclasses.replace(skill, id=id, created_at=iteration))
+  vectors = [
+    _checked(bank, vector) for _, vector in zip(skills, embeddings, strict=True)
+  ]
+  if not new:
+    return bank, []
+  count, grown = len(bank.records), {}
+  for name in _ARRAYS:
+    old = np.asarray(getattr(bank, name))[:count]
+    more = np.zeros((len(new), *old.shape[1:]), old.dtype)
+    grown[name] = np.concatenate([old, more])
+  grown["embeddings"][count:] = vectors
+  records = (*bank.records, *map(Record, new))
+  return _with_records(bank, records, next_number=number, **grown), new
+
+
+def _fields(skill: Skill) -> dict[str, Any]:
+  """What the history has to say of a new skill, so that it alone suffices."""
+  known = metrics.plain(skill)
+  return {
+    name: known[name] for name in known if name not in ("id", "created_at")
   }
-  grown["embeddings"][count] = _checked(bank, embedding)
-  records = (*bank.records, Record(skill))
-  return _with_records(bank, records, next_number=number, **grown), id
+
+
+def inherited(bank: SkillBank, iteration: int) -> Events:
+  """Returns the events by which a history begins with another run's bank."""
+  return tuple(
+    _event(
+      iteration,
+      "inherit",
+      record.skill.id,
+      fields=_fields(record.skill),
+      **{key: value for key, value in row.items() if key in _INHERITED},
+    )
+    for record, row in zip(bank.records, rows(bank), strict=True)
+  )
+
+
+_INHERITED = (
+  "created_at",
+  "retrieved",
+  "helpful",
+  "harmful",
+  "state",
+  "reason",
+)
 
 
 # --- what goes out ---------------------------------------------------------
@@ -353,6 +390,7 @@ def top(
   encoder: Encoder,
   k: int,
   min_score: float | None = None,
+  kind: str = "auto",
 ) -> dict[str, tuple[Skill, ...]]:
   """Picks, for each question, the k active skills nearest by cosine.
 
@@ -365,6 +403,7 @@ def top(
     encoder: the one that embedded the bank.
     k: skills a question; 0 gives none.
     min_score: cosine below which a skill is left out; None is no floor.
+    kind: of the index, see `retrieval.index.build`.
 
   Returns:
     By question id, best first, at most k.
@@ -372,17 +411,11 @@ def top(
   if not questions or k < 1 or not bank.skills:
     return {question.id: () for question in questions}
   vectors = encoder.encode([q.text for q in questions], "query")
-  seeds = np.array([r.skill.source_seed for r in bank.records], object)
-  texts = np.array(
-    [question_key(r.skill.source_question) for r in bank.records], object
+  if kind not in bank.indexes:
+    bank.indexes[kind] = index_lib.build(bank.embeddings, bank.active, kind)
+  scores, rows = bank.indexes[kind].search(
+    vectors, k, ~born_from(bank, questions)
   )
-  mask = np.tile(np.asarray(bank.active), (len(questions), 1))
-  count = len(bank.records)
-  for row, question in zip(mask, questions, strict=True):
-    born = (seeds == question.seed_id) & (seeds != "")
-    born |= (texts == question_key(question.text)) & (texts != "")
-    row[:count] &= ~born.astype(bool)
-  scores, rows = top_k(vectors, bank.embeddings, mask, k)
   floor = -np.inf if min_score is None else np.float32(min_score)
   return {
     question.id: tuple(
@@ -394,65 +427,20 @@ def top(
   }
 
 
-def render(
-  skills: Sequence[Skill],
-  count: Callable[[str], int],
-  block_tokens: int,
-  fields: Sequence[str] = FIELDS,
-) -> tuple[str, tuple[Skill, ...]]:
-  """Renders skills for a prompt, whole ones only, within a token budget.
-
-  Args:
-    skills: best first.
-    count: tokens of a text.
-    block_tokens: the block, heading and all, has at most so many.
-    fields: of a skill, that are shown; some of `FIELDS`.
-
-  Returns:
-    The block ("" if not even the first fits) and the skills that stand in it:
-    those alone were shown. The first that does not fit ends the block.
-  """
-  block, shown = prompts.HEADING, []
-  for skill in skills:
-    # A line each: numbered ones make small models go on counting.
-    longer = f"{block}\n{rendered(skill, fields)}"
-    if count(longer) > block_tokens:
-      break
-    block, shown = longer, [*shown, skill]
-  return (block, tuple(shown)) if shown else ("", ())
-
-
-_LABELS = {
-  "description": "",
-  "trigger": "When: ",
-  "evidence": "Look for: ",
-  "avoidance": "Avoid: ",
-  "templates": "Search: ",
-}
-
-
-def rendered(skill: Skill, fields: Sequence[str] = FIELDS) -> str:
-  """One skill in one line. Parts without text are left out."""
-  parts = []
-  for name in fields:
-    value = getattr(skill, name)
-    text = value if isinstance(value, str) else "; ".join(value)
-    if text:
-      parts.append(_LABELS[name] + text)
-  return " ".join(parts)
-
-
-def check_fields(fields: Sequence[str]) -> None:
-  """Refuses fields that no skill has, or none at all.
-
-  Raises:
-    ValueError: names those that exist.
-  """
-  unknown = [name for name in fields if name not in FIELDS]
-  if unknown or not fields:
-    raise ValueError(
-      f"bank.fields = {tuple(fields)!r}: at least one of {', '.join(FIELDS)}."
-    )
+def born_from(
+  bank: SkillBank, questions: Sequence[Question]
+) -> Bool[np.ndarray, "Q S"]:
+  """Says which skills were born from which question, by seed or by text."""
+  seeds = np.array([r.skill.source_seed for r in bank.records], object)
+  texts = np.array(
+    [question_key(r.skill.source_question) for r in bank.records], object
+  )
+  out = np.zeros((len(questions), len(bank.active)), bool)
+  for row, question in zip(out, questions, strict=True):
+    born = (seeds == question.seed_id) & (seeds != "")
+    born |= (texts == question_key(question.text)) & (texts != "")
+    row[: len(born)] = born
+  return out
 
 
 def credit(
@@ -461,16 +449,12 @@ def credit(
   outcomes: Mapping[str, Outcome],
   rule: str,
   iteration: int,
+  control: Mapping[str, Outcome] | None = None,
 ) -> tuple[SkillBank, Events]:
   """Counts what came of the questions that skills were shown for.
 
-  For each question and each skill shown, k of G attempts right: retrieved += 1,
-  and by rule
-
-      rollout   helpful += k, harmful += 1 if any attempt is substantively wrong
-      majority  helpful += 1 if k > G - k, harmful += 1 if k < G - k
-      relative  d = k/G - mean over the iteration's questions of that hop count;
-                helpful += max(d, 0), harmful += max(-d, 0)
+  For each question and each skill shown: retrieved += 1, and helpful and
+  harmful grow by `credit.usage` under the rule.
 
   Args:
     bank: the bank before.
@@ -479,55 +463,64 @@ def credit(
     outcomes: of all the iteration's questions, by id.
     rule: one of CREDITS.
     iteration: for the events.
+    control: outcomes of attempts at the same questions without skills, by id.
+      Under the rule `control` a question that has none gives no credit; under
+      the others it is only without a difference.
 
   Returns:
-    The bank after, and one event "credit" for each skill that was shown.
+    The bank after, and one event "credit" for each skill that was shown. Where
+    there are attempts without skills, it holds each question's difference of
+    success rates, or None.
 
   Raises:
-    ValueError: an unknown rule; lists those that exist.
+    ValueError: an unknown rule (lists those that exist), or `control` without
+      such attempts.
   """
   if rule not in CREDITS:
     raise ValueError(
       f"Unknown bank.credit {rule!r}. Choices: {', '.join(CREDITS)}."
     )
+  if rule == "control" and control is None:
+    raise ValueError(
+      "bank.credit = 'control' compares with attempts without skills: set "
+      "bank.control_attempts to at least 1."
+    )
   shares: dict[int, list[float]] = {}
   for _, outcome in sorted(outcomes.items()):
     shares.setdefault(outcome.question.hops, []).append(outcome.success)
   mean = {hops: sum(share) / len(share) for hops, share in shares.items()}
-  rows = {r.skill.id: row for row, r in enumerate(bank.records)}
-  arrays = _arrays(bank)
   events: dict[str, dict[str, Any]] = {}
   # Sorted: sums of fractions depend on their order, and a bank must not.
   for id in sorted(shown.keys() & outcomes.keys()):
-    outcome = outcomes[id]
-    helpful, harmful = _usage(outcome, rule, mean[outcome.question.hops])
+    outcome, unprimed = outcomes[id], (control or {}).get(id)
+    if rule == "control" and unprimed is None:
+      continue
+    pair = usage(outcome, rule, mean[outcome.question.hops], unprimed)
     for skill in shown[id]:
-      row = rows[skill.id]
-      arrays["retrieved"][row] += 1
-      arrays["helpful"][row] += helpful
-      arrays["harmful"][row] += harmful
       event = events.setdefault(
         skill.id,
-        _event(
-          iteration, "credit", skill.id, helpful=0, harmful=0, questions=[]
-        ),
+        _event(iteration, "credit", skill.id, helpful=0, harmful=0)
+        | dict(questions=[], usage=[])
+        | ({} if control is None else dict(differences=[])),
       )
-      event["helpful"] += helpful
-      event["harmful"] += harmful
+      event["helpful"] += pair[0]
+      event["harmful"] += pair[1]
       event["questions"].append(id)
+      event["usage"].append(list(pair))
+      if control is not None:
+        event["differences"].append(
+          None if unprimed is None else difference(outcome, unprimed)
+        )
+  rows = {r.skill.id: row for row, r in enumerate(bank.records)}
+  names = ("retrieved", "helpful", "harmful")
+  arrays = {name: np.array(getattr(bank, name)) for name in names}
+  # An event's sum is added as one number, so that the history gives the same.
+  for event in events.values():
+    row = rows[event["skill"]]
+    arrays["retrieved"][row] += len(event["questions"])
+    arrays["helpful"][row] += event["helpful"]
+    arrays["harmful"][row] += event["harmful"]
   return _with_records(bank, bank.records, **arrays), tuple(events.values())
-
-
-def _usage(
-  outcome: Outcome, rule: str, mean: float
-) -> tuple[int | float, int | float]:
-  right, wrong = outcome.right, outcome.total - outcome.right
-  if rule == "rollout":
-    return right, int(outcome.wrong > 0)
-  if rule == "majority":
-    return int(right > wrong), int(right < wrong)
-  better = outcome.success - mean
-  return max(better, 0.0), max(-better, 0.0)
 
 
 def _event(iteration: int, event: str, id: str, **more: Any) -> dict[str, Any]:
@@ -539,7 +532,8 @@ def _event(iteration: int, event: str, id: str, **more: Any) -> dict[str, Any]:
 
 def to_tree(bank: SkillBank) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
   """Returns a checkpoint's two halves: numpy arrays, and what JSON holds."""
-  return _arrays(bank), dict(
+  arrays = {name: np.array(getattr(bank, name)) for name in _ARRAYS}
+  return arrays, dict(
     capacity=bank.capacity,
     next_number=bank.next_number,
     records=[metrics.plain(record) for record in bank.records],
@@ -550,12 +544,14 @@ def from_tree(
   arrays: Mapping[str, np.ndarray], document: Mapping[str, Any]
 ) -> SkillBank:
   """The inverse of `to_tree`, exactly."""
-  records = []
-  for record in document["records"]:
-    skill = record["skill"] | {"templates": tuple(record["skill"]["templates"])}
-    records.append(Record(Skill(**skill), record["state"], record["reason"]))
   return _bank(
-    document["capacity"], document["next_number"], tuple(records), arrays
+    document["capacity"],
+    document["next_number"],
+    tuple(
+      Record(skill_of(record["skill"]), record["state"], record["reason"])
+      for record in document["records"]
+    ),
+    arrays,
   )
 
 
@@ -568,101 +564,49 @@ def rows(bank: SkillBank) -> list[dict[str, Any]]:
     strict=True,
   )
   return [
-    metrics.plain(record.skill)
-    | dict(retrieved=retrieved, helpful=helpful, harmful=harmful)
-    | dict(state=record.state, reason=record.reason)
-    for record, (retrieved, helpful, harmful) in zip(
-      bank.records, usage, strict=False
-    )
+    row_of(record, *used)
+    for record, used in zip(bank.records, usage, strict=False)
   ]
+
+
+def from_rows(
+  rows: Sequence[Mapping[str, Any]], encoder: Encoder, capacity: int
+) -> SkillBank:
+  """Makes a bank of rows such as `rows` and `history.at` give.
+
+  Its embeddings are computed anew. The next id is above every number in use.
+
+  Args:
+    rows: with all keys.
+    encoder: embeds the skills.
+    capacity: of active skills.
+
+  Raises:
+    ValueError: more active skills than the capacity.
+  """
+  records = tuple(
+    Record(skill_of(row), row["state"], row["reason"]) for row in rows
+  )
+  active = sum(record.state == "active" for record in records)
+  if active > capacity:
+    raise ValueError(
+      f"{active} active skills, but bank.capacity = {capacity}. Raise it."
+    )
+  numbers = [re.fullmatch(r"skill-(\d{5,})", r.skill.id) for r in records]
+  texts = [embedded_text(record.skill) for record in records]
+  return _bank(
+    capacity,
+    1 + max((int(found[1]) for found in numbers if found), default=0),
+    records,
+    dict(
+      embeddings=encoder.encode(texts, "passage"),
+      retrieved=np.array([row["retrieved"] for row in rows], np.int32),
+      helpful=np.array([row["helpful"] for row in rows], np.float32),
+      harmful=np.array([row["harmful"] for row in rows], np.float32),
+    ),
+  )
 
 
 def save_jsonl(bank: SkillBank, path: str | Path) -> None:
   """Writes `rows`; the same bank gives the same bytes."""
   Path(path).write_bytes(b"".join(map(metrics.line, rows(bank))))
-
-
-_NUMBER = (int, float)
-_KEYS = {  # of a line: its type, and whether it must be there
-  "id": (str, True),
-  "category": (str, True),
-  "description": (str, True),
-  "trigger": (str, True),
-  "evidence": (str, True),
-  "avoidance": (str, True),
-  "templates": (list, True),
-  "origin": (str, True),
-  "source_question": (str, False),
-  "source_seed": (str, False),
-  "created_at": (int, False),
-  "retrieved": (int, False),
-  "helpful": (_NUMBER, False),
-  "harmful": (_NUMBER, False),
-  "state": (str, False),
-  "reason": (str, False),
-}
-
-
-def load(path: str | Path) -> tuple[Record, ...]:
-  """Reads skills from a JSONL file, such as `save_jsonl` and `rows` make.
-
-  Usage in the file is checked and left out: it is of another run.
-
-  Raises:
-    ValueError: the file, the line and the key that is unknown, missing, of the
-      wrong type or value, or an id that occurs twice.
-  """
-  path = Path(path)
-  if not path.is_file():
-    raise ValueError(f"{path}: no such file of skills.")
-  records: dict[str, Record] = {}
-  for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-    if not line.strip():
-      continue
-    where = f"{path}, line {number}"
-    try:
-      row = json.loads(line)
-    except ValueError as error:
-      raise ValueError(f"{where} is not JSON ({error}).") from error
-    _check_row(row, where)
-    if row["id"] in records:
-      raise ValueError(f"{where}, key 'id': {row['id']!r} occurs twice.")
-    fields = {f.name for f in dataclasses.fields(Skill)}
-    skill = {key: row[key] for key in row if key in fields}
-    skill["templates"] = tuple(skill["templates"])
-    state = {key: row[key] for key in ("state", "reason") if key in row}
-    records[row["id"]] = Record(Skill(**skill), **state)
-  return tuple(records.values())
-
-
-def _check_row(row: Any, where: str) -> None:
-  if not isinstance(row, dict):
-    raise ValueError(f"{where} holds no JSON object.")
-  for key in row:
-    if key not in _KEYS:
-      known = ", ".join(_KEYS)
-      raise ValueError(f"{where}, key {key!r}: unknown. Keys: {known}.")
-  for key, (kind, required) in _KEYS.items():
-    if key not in row:
-      if required:
-        raise ValueError(f"{where}, key {key!r}: missing.")
-      continue
-    value = row[key]
-    fits = isinstance(value, kind) and not isinstance(value, bool)
-    if key == "templates":
-      fits = fits and all(isinstance(item, str) for item in value)
-    if not fits:
-      kinds = kind if isinstance(kind, tuple) else (kind,)
-      name = " or ".join(k.__name__ for k in kinds)
-      name = "list of str" if key == "templates" else name
-      raise ValueError(
-        f"{where}, key {key!r}: {value!r} is not of type {name}."
-      )
-  for key in ("id", "description", "trigger"):
-    if not row[key].strip():
-      raise ValueError(f"{where}, key {key!r}: empty.")
-  for key, choices in (("origin", ORIGINS), ("state", STATES)):
-    if row.get(key, choices[0]) not in choices:
-      raise ValueError(
-        f"{where}, key {key!r}: {row[key]!r} is none of {', '.join(choices)}."
-      )

@@ -1,0 +1,114 @@
+"""What a config becomes on a target: shapes and places, without an array."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from sesa_jax import tools
+from sesa_jax.engine import decode
+from sesa_jax.engine import engine as engine_lib
+from sesa_jax.learner import learner as learner_lib
+from sesa_jax.learner import packing
+from sesa_jax.plan import targets
+from sesa_jax.plan.compiled import device_bytes
+from sesa_jax.policy import backbones, model, sharding, weights
+
+ROLES = ("challenger", "solver")
+CONTIGUOUS = "cudnn_contiguous"
+_ENDS = 2  # ids that end a turn; a few more change nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What a config becomes on a target."""
+
+  config: Any  # for the target's kind of machine
+  target: targets.Target
+  backbone: backbones.Backbone
+  learners: Mapping[str, learner_lib.Learner]  # by role
+  lengths: Mapping[str, int]  # of the longest row, by role
+  layout: decode.Layout
+
+  @property
+  def parts(self) -> dict[str, float]:
+    """Bytes that lie on each device throughout."""
+    found = {
+      name: device_bytes(learner.abstract())
+      for name, learner in self.learners.items()
+    }
+    # Float32, as loaded; one serves both policies.
+    found["reference"] = device_bytes(self.learners["solver"].abstract().params)
+    return found
+
+
+def read(config: Any, target: targets.Target, given: Container[str]) -> Run:
+  """Puts a run together as `tools.assemble` does, without an array.
+
+  Args:
+    config: an experiment.
+    target: of `targets.find`.
+    given: dotted names of fields that the command line gave.
+
+  Raises:
+    ValueError: sizes that do not go together.
+  """
+  config = tools.for_machine(config, target.machine, given)
+  backbone = architecture(config)
+  fsdp, tensor = tools.mesh_sizes(config, len(target.devices))
+  packing.check_rows(config.learner.microbatch_rows, fsdp)
+  sharding.check(backbone, fsdp=fsdp, tensor=tensor)
+  sharding.check(backbone, fsdp=1, tensor=config.mesh.rollout_tensor)
+  mesh = sharding.mesh(fsdp, tensor, target.devices)
+  graphdef = model.build(backbone)
+  learners = {
+    role: tools.learner(config, config[role], graphdef, mesh) for role in ROLES
+  }
+  layout = rollout_layout(
+    config,
+    graphdef,
+    sharding.rollout_mesh(config.mesh.rollout_tensor, target.host),
+  )
+  lengths = {
+    role: packing.row_length(
+      config[role].episode_tokens, config.learner.row_multiple
+    )
+    for role in ROLES
+  }
+  return Run(config, target, backbone, learners, lengths, layout)
+
+
+def architecture(config: Any) -> backbones.Backbone:
+  """Returns the backbone of a config, whose weights need not be here.
+
+  Raises:
+    ValueError: they are not, and no published model is called as the config.
+  """
+  try:
+    path = tools.locate(config.policy.path)
+  except ValueError as missing:
+    try:
+      return backbones.published(config.name)
+    except ValueError as unknown:
+      raise ValueError(f"{missing} {unknown}") from unknown
+  return weights.check(config.policy.source, path)
+
+
+def rollout_layout(
+  config: Any, graphdef: model.Decoder, mesh: Mesh
+) -> decode.Layout:
+  """Returns the layout of the engine's programs, as the engine has it."""
+  layout = engine_lib.layout(
+    graphdef,
+    mesh,
+    steps=config.engine.steps_per_dispatch,
+    ends=_ENDS,
+    **tools.engine_sizes(config),
+  )
+  if layout.kind != CONTIGUOUS:
+    return layout
+  # Rows in place have as many pages as they are long, and so has the trash.
+  return dataclasses.replace(layout, pages=(layout.slots + 1) * layout.width)

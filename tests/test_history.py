@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sesa_jax.skills import bank as skill_bank
+from sesa_jax.skills import credit, history
+from sesa_jax.types import Outcome, Question, Skill
+
+
+def skill(id, origin="offline") -> Skill:
+  return Skill(id, "c", f"d {id}", "t", "e", "a", ("z",), origin)
+
+
+def born(iteration, event, id, origin="offline"):
+  fields = dict(
+    category="c",
+    description=f"d {id}",
+    trigger="t",
+    evidence="e",
+    avoidance="a",
+    templates=["z"],
+    origin=origin,
+    source_question="",
+    source_seed="",
+  )
+  return dict(iteration=iteration, event=event, skill=id, fields=fields)
+
+
+def credited(iteration, id, **usage):
+  return dict(
+    iteration=iteration,
+    event="credit",
+    skill=id,
+    helpful=sum(pair[0] for pair in usage.values()),
+    harmful=sum(pair[1] for pair in usage.values()),
+    questions=list(usage),
+    usage=[list(pair) for pair in usage.values()],
+  )
+
+
+# Two primed skills, one shown for q1 and q2 with no success, one for q3 with
+# some: the first is retired. Then one more comes, and one is turned away.
+STORY = [
+  born(0, "prime", "seed-001", "seed"),
+  born(0, "prime", "a"),
+  born(0, "prime", "b"),
+  credited(1, "a", q1=(0, 1), q2=(0, 1)),
+  credited(1, "b", q3=(4, 1), q4=(5, 0)),
+  dict(iteration=1, event="retire", skill="a", reason="harmful", net=-2.0),
+  born(1, "admit", "skill-00001"),
+  dict(iteration=1, event="reject", skill="", reason="similar"),
+  dict(iteration=3, event="evict", skill="b", reason="capacity", net=8.0),
+]
+
+
+def test_the_bank_after_each_iteration():
+  def state(iteration):
+    return [
+      (row["id"], row["state"], row["retrieved"], row["helpful"])
+      for row in history.at(STORY, iteration)
+    ]
+
+  assert state(0) == [
+    ("seed-001", "active", 0, 0),
+    ("a", "active", 0, 0),
+    ("b", "active", 0, 0),
+  ]
+  after = [
+    ("seed-001", "active", 0, 0),
+    ("a", "retired", 2, 0),
+    ("b", "active", 2, 9),
+    ("skill-00001", "active", 0, 0),
+  ]
+  assert state(1) == state(2) == after
+  assert state(None)[2] == ("b", "evicted", 2, 9)
+  a = history.at(STORY)[1]
+  assert (a["reason"], a["harmful"], a["origin"]) == ("harmful", 2, "offline")
+  assert history.at(STORY)[3]["created_at"] == 1
+
+
+def outcome(id, right, total=5) -> Outcome:
+  asked = Question(id, "Which?", ("it",), 1 + right % 2, "s", "fixed")
+  return Outcome(asked, right, total, total, total - right, ())
+
+
+def live(seed, rule, capacity=4, iterations=16):
+  """A run's history, and the bank's rows after each of its iterations."""
+  rng = np.random.default_rng(seed)
+
+  def vectors(count):
+    drawn = rng.normal(size=(count, 8)).astype(np.float32)
+    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+
+  bank = skill_bank.create(capacity, 8)
+  primed = [skill("seed-001", "seed"), skill("a"), skill("b")]
+  bank, events = skill_bank.prime(bank, primed, vectors(3))
+  past, rows = list(events), [skill_bank.rows(bank)]
+  for number in range(1, iterations + 1):
+    shown = {}
+    for q in range(6):
+      order = rng.permutation(len(bank.skills))[: 1 + q % 2]
+      shown[f"{number}/{q}"] = tuple(bank.skills[i] for i in order)
+    right = {id: rng.integers(6) * (rng.random() < 0.6) for id in shown}
+    outcomes = {id: outcome(id, int(k)) for id, k in right.items()}
+    control = {id: outcome(id, int(rng.integers(3)), 2) for id in shown}
+    bank, done = skill_bank.credit(bank, shown, outcomes, rule, number, control)
+    bank, gone = skill_bank.retire(bank, 3, number)
+    new = [skill("") for _ in range(number % 4)]
+    bank, came = skill_bank.admit(bank, new, vectors(len(new)), 0.9, number)
+    past += [*done, *gone, *came]
+    rows.append(skill_bank.rows(bank))
+  return json.loads(json.dumps(past)), rows
+
+
+@pytest.mark.parametrize("rule", credit.CREDITS)
+def test_any_bank_of_a_run_is_rebuilt_exactly(rule):
+  past, rows = live(3, rule)
+  kinds = {event["event"] for event in past}
+  assert {"prime", "credit", "retire", "admit", "evict"} <= kinds
+  for number, expected in enumerate(rows):
+    assert history.at(past, number) == expected
+
+
+def test_a_history_that_began_with_another_runs_bank():
+  past, rows = live(3, "control")
+  bank = skill_bank.from_rows(rows[-1], Ones(), capacity=4)
+  inherited = skill_bank.inherited(bank, 16)
+  assert {event["iteration"] for event in inherited} == {16}
+  assert history.at(json.loads(json.dumps(inherited))) == rows[-1]
+  both = history.curves(inherited, 17)
+  assert both.iterations.tolist() == [16, 17]
+  active = sum(row["state"] == "active" for row in rows[-1])
+  assert both.active.tolist() == [active, active]
+
+
+class Ones:
+  dim = 8
+
+  def encode(self, texts, kind):
+    return np.ones((len(texts), 8), np.float32)
+
+
+@pytest.mark.parametrize("event", [STORY[1], STORY[3], STORY[5]])
+def test_an_older_history_is_refused(event):
+  old = {k: v for k, v in event.items() if k != "fields"}
+  with pytest.raises(ValueError, match="skill 'a', but not what it is"):
+    history.at([old])
+
+
+def test_effects_are_of_questions_tried_without_skills():
+  past = [
+    credited(1, "a", q1=(1, 0)) | dict(differences=[0.5]),
+    credited(2, "a", q1=(1, 0), q2=(0, 1)) | dict(differences=[None, -0.1]),
+    credited(2, "b", q1=(1, 0)) | dict(differences=[None]),
+    credited(3, "c", q1=(1, 0)),
+  ]
+  (found,) = history.effects(past).items()
+  assert found == ("a", credit.Effect(pytest.approx(0.2), None, None, 2))
+
+
+# --- curves ----------------------------------------------------------------
+
+
+def test_curves_by_hand():
+  found = history.curves(STORY, 4)
+  assert found.iterations.tolist() == [0, 1, 2, 3, 4]
+  assert found.active.tolist() == [3, 3, 3, 2, 2]
+  assert found.admitted.tolist() == [0, 1, 1, 1, 1]
+  assert found.retired.tolist() == [0, 1, 1, 1, 1]
+  assert found.evicted.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_deals_are_permutations_by_key():
+  dealt = history.deal(3, 6000, seed=1, iteration=2)
+  counts = Counter(map(tuple, dealt.tolist()))
+  assert counts.keys() == set(itertools.permutations(range(3)))
+  # 1000 expected of each, with a deviation of 29.
+  assert all(850 < count < 1150 for count in counts.values())
+  again = history.deal(3, 6000, seed=1, iteration=2)
+  np.testing.assert_array_equal(dealt, again)
+  for other in (dict(seed=2, iteration=2), dict(seed=1, iteration=3)):
+    assert (history.deal(3, 6000, **other) != dealt).any()
+
+
+@pytest.mark.parametrize("rule", credit.CREDITS)
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_replay_without_a_permutation_is_the_run(rule, seed):
+  past, rows = live(seed, rule)
+  states = [[row["state"] for row in after] for after in rows]
+  same = history.replay(
+    past,
+    capacity=4,
+    retire_after=3,
+    order=lambda questions, _: np.arange(questions)[None],
+  )
+  run = history.curves(past)
+  assert run.retired[-1]
+  assert run.evicted[-1]
+  for name in ("active", "retired", "evicted"):
+    np.testing.assert_array_equal(getattr(same, name)[0], getattr(run, name))
+  for name, state in dict(active="active", retired="retired").items():
+    counted = [after.count(state) for after in states]
+    assert getattr(run, name).tolist() == counted
+  np.testing.assert_array_equal(same.admitted, run.admitted)
+
+
+def test_outcomes_go_over_to_other_skills():
+  def dealt(*order):
+    found = history.replay(
+      STORY,
+      capacity=9,
+      retire_after=2,
+      order=lambda questions, _: np.array([order])[:, :questions],
+    )
+    return found.active[0].tolist(), found.retired[0].tolist()
+
+  assert dealt(0, 1, 2, 3) == ([3, 3, 3, 3], [0, 1, 1, 1])  # a, as it was
+  assert dealt(2, 3, 0, 1) == ([3, 3, 3, 3], [0, 1, 1, 1])  # b in its place
+  assert dealt(2, 1, 0, 3) == ([3, 4, 4, 4], [0, 0, 0, 0])  # each has a success
+  assert dealt(2, 3, 2, 3) == ([3, 4, 4, 4], [0, 0, 0, 0])
+
+
+def test_credit_of_the_retired_and_of_seeds_changes_nothing():
+  past = [
+    born(0, "prime", "seed-001", "seed"),
+    born(0, "prime", "a"),
+    credited(1, "seed-001", q1=(0, 9)),
+    credited(1, "a", q1=(0, 9)),
+    credited(2, "a", q2=(99, 0)),
+  ]
+  found = history.replay(
+    past,
+    capacity=9,
+    retire_after=1,
+    order=lambda questions, _: np.arange(questions)[None],
+  )
+  assert found.active[0].tolist() == [2, 1, 1]
+
+
+def test_a_bank_that_is_full_evicts_in_a_replay_too():
+  past = [
+    born(0, "prime", "seed-001", "seed"),
+    born(0, "prime", "a"),
+    born(0, "prime", "b"),
+    credited(1, "a", q1=(3, 0)),
+    credited(1, "b", q2=(1, 0)),
+    born(1, "admit", "c"),
+    credited(2, "a", q3=(0, 9)),
+    credited(2, "b", q4=(0, 0)),
+  ]
+  dealt = {1: [[0, 1], [1, 0], [0, 0]], 2: [[0, 1]] * 3}
+  found = history.replay(
+    past,
+    capacity=3,
+    retire_after=2,
+    order=lambda _, iteration: np.array(dealt[max(iteration, 1)]),
+  )
+  # The lower goes, b, then a; of equals the older, a. Where it was b, a fails
+  # and is retired.
+  assert found.evicted.tolist() == [[0, 1, 1]] * 3
+  assert found.retired.tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
+  assert found.active.tolist() == [[3, 3, 2], [3, 3, 3], [3, 3, 3]]
+
+
+def test_the_null_curve_of_useless_and_of_harmful_skills():
+  # Skill `bad` fails every time, nine others never: the run retires just it.
+  ids = [f"s{i}" for i in range(9)] + ["bad"]
+  past = [born(0, "prime", id) for id in ids]
+  for t in range(1, 9):
+    for i, id in enumerate(ids):
+      pair = (0, 1) if id == "bad" else (1, 0)
+      past.append(credited(t, id, **{f"q{i}": pair}))
+    if t == 3:
+      past.append(
+        dict(iteration=3, event="retire", skill="bad", reason="harmful", net=-3)
+      )
+      ids = ids[:-1]
+  null = history.null_curves(past, capacity=99, retire_after=3, draws=200)
+  run = history.curves(past)
+  assert null.active.shape == (200, 9)
+  assert run.retired.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+  # By hand: a skill goes if at least two of three failures are dealt to it.
+  # One of ten gets one in each: P(2 or 3 of 3) = 3 * .01 * .9 + .001 = .028 a
+  # skill, of ten .28 in the mean; afterwards there are no failures to deal.
+  assert null.retired[:, 3].mean() == pytest.approx(0.28, abs=0.1)
+  assert (null.retired[:, -1] == null.retired[:, 3]).all()
+  again = history.null_curves(past, capacity=99, retire_after=3, draws=200)
+  np.testing.assert_array_equal(null.active, again.active)
+  other = history.null_curves(
+    past, capacity=99, retire_after=3, draws=200, seed=1
+  )
+  assert (null.active != other.active).any()
+
+
+def test_a_history_without_each_questions_credit_has_no_null_curve():
+  old = {k: v for k, v in STORY[3].items() if k != "usage"}
+  with pytest.raises(ValueError, match="does not hold the credit of each"):
+    history.null_curves([*STORY[:3], old], capacity=9, retire_after=3)
+
+
+def test_the_plot_is_a_picture(tmp_path):
+  null = history.null_curves(STORY, capacity=9, retire_after=2, draws=5, last=4)
+  history.plot(history.curves(STORY, 4), null, tmp_path / "a.png")
+  data = (tmp_path / "a.png").read_bytes()
+  assert data.startswith(b"\x89PNG")
+  assert len(data) > 10_000

@@ -1,0 +1,393 @@
+"""The plan: sums by hand, programs of absent hardware, and their budgets."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs import qwen3_4b, tiny
+from sesa_jax.plan import compiled, hlo, plan, run, tables, targets
+from sesa_jax.policy import backbones, sharding
+
+ROOT = Path(__file__).parents[1]
+MIB = 2**20
+
+# --- what a program's text says ----------------------------------------------
+
+TEXT = """\
+HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %s = f32[] add(%a, %a)
+}
+
+%inner.body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %part = bf16[4,8]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=3
+  ROOT %t = (s32[], f32[8]) tuple(%p)
+}
+
+%inner.cond (p.1: (s32[], f32[8])) -> pred[] {
+  %p.1 = (s32[], f32[8]) parameter(0)
+  %end = u32[]{:T(128)} constant(4)
+  ROOT %less = pred[] compare(%p.1, %end), direction=LT
+}
+
+%fused (p.2: f32[8]) -> bf16[4,8] {
+  %p.2 = f32[8] parameter(0)
+  ROOT %begun = bf16[4,8] all-gather(%p.2), channel_id=3
+}
+
+%outer.body (p.3: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p.3 = (s32[], f32[8]) parameter(0)
+  %start = bf16[4,8] fusion(%p.3), kind=kCustom, calls=%fused
+  %loop = (s32[], f32[8]) while(%p.3), condition=%inner.cond, body=%inner.body
+  %sum = f32[8]{0} all-reduce(%p.3), channel_id=1, to_apply=%add
+  ROOT %t.1 = (s32[], f32[8]) tuple(%sum)
+}
+
+%outer.cond (p.4: (s32[], f32[8])) -> pred[] {
+  %p.4 = (s32[], f32[8]) parameter(0)
+  ROOT %data = pred[] get-tuple-element(%p.4), index=0
+}
+
+%yes (p.5: f32[8]) -> f32[8] {
+  %p.5 = f32[8] parameter(0)
+  %go = (f32[8], f32[8], u32[], u32[]) collective-permute-start(%p.5), \
+channel_id=7
+  ROOT %gone = f32[8] collective-permute-done(%go)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8] parameter(0)
+  %w = (s32[], f32[8]) while(%x), condition=%outer.cond, body=%outer.body, \
+backend_config={"known_trip_count":{"n":"6"}}
+  %u = (s32[], f32[8]) while(%x), condition=%outer.cond, body=%unknown.body
+  %c = f32[8] conditional(%x, %x), branch_computations={%yes, %add}
+  %splash_mha.2 = bf16[8] custom-call(%x), custom_call_target="tpu_custom_call"
+  %RPA_kernel.1 = bf16[8] custom-call(%x), custom_call_target="tpu_custom_call"
+  %f = f32[8] custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"
+  %t.9 = f32[8] custom-call(%x), custom_call_target="TopK"
+  ROOT %r = f32[8] copy(%x)
+}
+
+%unknown.body (p.6: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p.6 = (s32[], f32[8]) parameter(0)
+  ROOT %d = (s8[3,2], pred[5]) all-to-all(%p.6), channel_id=9
+}
+"""
+
+
+def test_collectives_come_with_their_runs():
+  """What is split over a loop runs once for each turn of the outer one."""
+  assert set(hlo.collectives(TEXT)) == {
+    hlo.Collective("all-reduce", 8 * 4, 6, 1),
+    hlo.Collective("all-gather", 4 * 8 * 2, 6, 1),
+    hlo.Collective("collective-permute", 8 * 4, 1, 1),
+    hlo.Collective("all-to-all", 3 * 2 + 5, 0, 1),
+  }
+  totals = [c.total for c in hlo.collectives(TEXT)]
+  assert totals == [384, 192, 32, 11]
+
+
+def test_kernels_are_told_apart():
+  assert hlo.kernels(TEXT) == {"splash": 1, "rpa": 1, "cudnn": 1}
+
+
+def test_a_scan_on_eight_devices():
+  """A real program: five turns of a psum of 2 x 3 floats on each device."""
+  mesh = sharding.mesh(8, 1)
+
+  def turn(x, _):
+    return jax.lax.psum(x, "fsdp"), None
+
+  function = jax.shard_map(
+    lambda x: jax.lax.scan(turn, x, length=5)[0],
+    mesh=mesh,
+    in_specs=PartitionSpec("fsdp"),
+    out_specs=PartitionSpec(),
+    check_vma=False,
+  )
+  where = NamedSharding(mesh, PartitionSpec("fsdp"))
+  x = jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=where)
+  text = jax.jit(function).lower(x).compile().as_text()
+  assert hlo.collectives(text) == (hlo.Collective("all-reduce", 24, 5, 1),)
+
+
+# --- sums --------------------------------------------------------------------
+
+PARAMETERS = 106_880  # of backbones.tiny(512): 32,768 + 2 x 37,024 + 64
+
+
+def program(**changes):
+  fields = dict(
+    seconds=1.0,
+    arguments=0.0,
+    temporaries=0.0,
+    outputs=0.0,
+    aliased=0.0,
+    kernels={},
+    collectives=(),
+  )
+  return compiled.Compiled(**(fields | changes))
+
+
+@pytest.fixture
+def compile_to(monkeypatch):
+  """Makes every compilation come to the given temporaries, at once."""
+
+  def set_to(temporaries):
+    def stand_in(lowered, arguments):
+      return program(arguments=arguments, temporaries=float(temporaries))
+
+    monkeypatch.setattr(compiled, "_compile", stand_in)
+
+  return set_to
+
+
+def here(memory=1e12, devices=1):
+  found = dataclasses.replace(targets.find("here"), memory=float(memory))
+  return dataclasses.replace(
+    found, devices=found.devices[:devices], host=found.host[:devices]
+  )
+
+
+def changed(**fields):
+  return plan._changed(tiny.get_config(), fields)
+
+
+def test_phases_by_hand(compile_to):
+  compile_to(temporaries=1000)
+  found = plan.make(run.read(tiny.get_config(), here(), ()))
+  weights = 4 * PARAMETERS
+  state = 3 * weights + 4 + 4 + 4  # Adam's count, updates, updates skipped
+  assert run.read(tiny.get_config(), here(), ()).parts == {
+    "challenger": state,
+    "solver": state,
+    "reference": weights,
+  }
+  resident = 2 * state + weights
+  totals = {phase.name: phase.total for phase in found.phases}
+  batch = 4 * 768 * (7 * 4 + 1)  # 4 rows of 768; eight fields, one of them bool
+  batch += 4 * 768 * 4
+  assert totals["reference scoring"] == resident + 1000 + batch
+  # A gradient, its sums, old and reference logprobs beside the batch.
+  sums, scores = 13 * 4, 2 * 4 * 768 * 4
+  assert totals["update, gradient"] == (
+    resident + weights + sums + batch + scores + 1000
+  )
+  assert totals["update, step"] == resident + weights + sums + 1000
+  assert found.step == state + weights + sums + batch + scores + 1000
+  assert found.fits
+
+
+def test_an_offload_frees_the_idle_moments_and_not_the_step_s(compile_to):
+  compile_to(temporaries=0)
+  plans = [
+    plan.make(run.read(changed(**{"learner.offload": off}), here(), ()))
+    for off in (False, True)
+  ]
+  kept, freed = ({p.name: p.total for p in x.phases} for x in plans)
+  moments = 8 * PARAMETERS
+  saved = {name: kept[name] - freed[name] for name in kept}
+  assert saved.pop("update, step") == moments
+  assert set(saved.values()) == {2 * moments}
+
+
+def test_devices_share_what_is_cut(compile_to):
+  """Norms and counts are whole on each; all else is cut in eight."""
+  compile_to(temporaries=0)
+  config = changed(**{"mesh.fsdp": 8, "learner.microbatch_rows": 8})
+  parts = run.read(config, here(devices=8), ()).parts
+  norms = 5 * 64
+  weights = 4 * ((PARAMETERS - norms) / 8 + norms)
+  assert parts["reference"] == weights
+  assert parts["solver"] == 3 * weights + 12
+
+
+def test_what_is_missing_is_what_switches_give(compile_to):
+  """Memory for all but the moments of both policies, less a byte or none."""
+  compile_to(temporaries=5000)
+  target = here()
+  needed = plan.make(run.read(tiny.get_config(), target, ()))
+  most = max(phase.total for phase in needed.phases)
+  moments = 2 * 8 * PARAMETERS
+
+  def make(memory):
+    return plan.make(run.read(tiny.get_config(), here(memory), ()))
+
+  assert make(most).fits
+  short = make(most - 1)
+  assert not short.fits
+  assert short.remedies == ("--config.learner.offload=True",)
+  # With one row, not four, no temporary is smaller here: nothing helps.
+  assert make(most - moments - 1e5).remedies == ()
+
+
+def test_pages_that_fit(compile_to):
+  compile_to(temporaries=0)
+  config = tiny.get_config()
+  first = plan.make(run.read(config, here(), ()))
+  cache = first.caches[0]
+  # Six slots of 768 ids, and a prompt's last page each; the trash page.
+  assert (cache.pages, cache.width) == (6 * (6 + 1) + 1, 6)
+  page = 2 * 2 * 2 * 16 * 128 * 4  # layers, k and v, heads, size, ids, float32
+  rollout = next(p for p in first.phases if p.name == plan.ROLLOUT)
+  assert rollout.resident["keys and values"] == cache.pages * page
+  bare = rollout.total - cache.pages * page
+  less = plan.make(run.read(config, here(bare + 20.5 * page), ()))
+  assert (less.caches[0].fitting, less.caches[0].episodes) == (20, 3)
+  assert less.caches[0].tokens == 19 * 128
+  assert not less.fits
+  assert less.remedies == ("--config.engine.pages=20",)
+  asked = changed(**{"engine.pages": 20})
+  assert plan.make(run.read(asked, here(bare + 20.5 * page), ())).fits
+
+
+def test_an_estimate_by_hand(compile_to):
+  compile_to(temporaries=0)
+  chip = targets.Chip(1e12, flops=1e15, bandwidth=1e12, links=1.0, source="")
+  target = dataclasses.replace(here(), chip=chip)
+  found = plan.make(run.read(tiny.get_config(), target, ())).estimate
+  # 3 questions, 4 attempts, 768 tokens: two observations of 96, 576 sampled.
+  assert found["solver/tokens"] == 12 * 768
+  assert found["solver/sampled"] == 12 * 576
+  kernels = 2 * 64 * (64 + 2 * 32 + 64 + 3 * 128)
+  forward = 2 * kernels * 12 * 768 + 2 * 512 * 64 * 12 * 576
+  forward += 4 * 2 * 64 * 12 * 768 * 769 / 2
+  assert found["solver/flops/rollout"] == forward
+  # One update: the reference's pass alone.
+  assert found["solver/flops/score"] == forward
+  assert found["solver/seconds/score"] == pytest.approx(forward / 1e15)
+  seconds = [x for name, x in found.items() if "/seconds/" in name]
+  assert found["hours"] == pytest.approx(sum(seconds) / 3600)
+
+
+def test_a_program_is_compiled_once(compile_to, monkeypatch):
+  compile_to(temporaries=0)
+  texts = []
+  once = compiled._compile
+  monkeypatch.setattr(
+    compiled,
+    "_compile",
+    lambda lowered, size: (texts.append(lowered.as_text()), once(lowered, size))[
+      1
+    ],
+  )
+  known = {}
+  for off in False, True:
+    config = changed(**{"learner.offload": off})
+    plan.make(run.read(config, here(), ()), known)
+  # Moments wait elsewhere; no program knows.
+  assert len(texts) == len(set(texts)) == len(known) == 7
+
+
+# --- what a user sees --------------------------------------------------------
+
+
+def test_tables_and_json_say_the_same(compile_to, capsys):
+  compile_to(temporaries=3 * MIB)
+  assert tables.main(tiny.get_config(), "here", (), as_json=True) == 0
+  found = json.loads(capsys.readouterr().out)
+  assert found["fits"] is True
+  assert found["programs"]["accumulate"]["temporaries"] == 3 * MIB
+  assert {phase["name"] for phase in found["phases"]} >= {"rollout"}
+  assert tables.main(tiny.get_config(), "here", (), as_json=False) == 0
+  shown = capsys.readouterr().out
+  assert "It fits." in shown
+  assert "accumulate" in shown
+
+
+def test_what_does_not_fit_is_said_and_coded(compile_to, monkeypatch, capsys):
+  compile_to(temporaries=math.inf)
+  assert tables.main(tiny.get_config(), "here", (), as_json=True) == 1
+  found = json.loads(capsys.readouterr().out)  # no Infinity, which is no JSON
+  assert found["programs"]["apply"]["temporaries"] is None
+  shown = rich.console.Console(width=140)
+  with shown.capture() as capture:
+    tables.show(
+      plan.make(run.read(tiny.get_config(), here(10.0), ())), shown
+    )
+  assert "take a larger target" in capture.get()
+
+
+@pytest.mark.parametrize(
+  ("name", "says"),
+  [
+    ("v7:2x2", "Choices: here, a100:8"),
+    ("v5e", "such as v5e:4x4"),
+    ("v5e:4by4", "such as v5e:4x4"),
+    ("a100:16", "from 1 to 8 GPUs"),
+    ("a100:2x4", "from 1 to 8 GPUs"),
+  ],
+)
+def test_an_unknown_target_is_one_line(name, says):
+  with pytest.raises(ValueError, match=says) as error:
+    targets.find(name)
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("name", "module"), [("v5e:4x4", "libtpu"), ("a100:8", "nvidia.cudnn")]
+)
+def test_what_is_not_installed_is_named(name, module, monkeypatch):
+  known = targets.importlib.util.find_spec
+  monkeypatch.setattr(
+    targets.importlib.util,
+    "find_spec",
+    lambda wanted: None if wanted == module else known(wanted),
+  )
+  with pytest.raises(ValueError, match=rf"needs .*sesa_jax\[plan\]"):
+    targets.find(name)
+
+
+def test_a_topology_that_there_is_not_is_one_line():
+  with pytest.raises(ValueError, match=r"--target=v5e:3x5: .*") as error:
+    targets.find("v5e:3x5")
+  assert "\n" not in str(error.value)
+
+
+def test_the_command_line():
+  """Bad input is exit code 2 and one line; a program's own words are not."""
+  done = subprocess.run(
+    [sys.executable, "-m", "sesa_jax.main", "--mode=plan"]
+    + ["--config=configs/qwen3_4b.py", "--target=v5e:4by4"],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    timeout=120,
+  )
+  assert done.returncode == 2
+  assert done.stderr.splitlines()[-1].startswith("error: Unknown --target=")
+  assert not done.stdout
+
+
+def test_weights_need_not_be_here(monkeypatch, tmp_path):
+  monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path))
+  config = qwen3_4b.get_config()
+  assert run.architecture(config) == backbones.published("qwen3_4b")
+  other = plan._changed(config, {"name": "mine"})
+  with pytest.raises(ValueError, match="assets:qwen3-4b.*Unknown backbone"):
+    run.architecture(other)
+
+
+def test_sizes_that_do_not_go_together_are_refused():
+  with pytest.raises(ValueError, match="microbatch_rows 3"):
+    run.read(
+      changed(**{"mesh.fsdp": 8, "learner.microbatch_rows": 3}),
+      here(devices=8),
+      (),
+    )
+  with pytest.raises(ValueError, match="kv_heads = 2"):
+    run.read(changed(**{"mesh.rollout_tensor": 4}), here(devices=8), ())
