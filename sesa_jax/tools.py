@@ -458,7 +458,7 @@ def assemble(config: Any, texts: Texts) -> World:
     learner(config, config[name], graphdef, mesh)
     for name in ("challenger", "solver")
   )
-  reference = jax.device_put(params, solver.programs.policy.params)
+  reference = jax.device_put(params, solver.programs.reference)
   text = corpus.digest(texts.passages)
   hashes = {
     **prompts.digest(words, config.policy.template),

@@ -397,14 +397,15 @@ def test_a_llama_context_outside_the_scaling_counts():
 @st.composite
 def architectures(draw):
   kv_heads = draw(st.sampled_from([1, 2, 3, 8]))
+  heads = kv_heads * draw(st.integers(1, 4))
   family = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
   scaling = backbones.LlamaRope(8.0, 1.0, 4.0, draw(st.sampled_from([32, 64])))
   return backbones.Backbone(
     vocab_size=draw(st.integers(10, 200_000)),
-    dim=draw(st.sampled_from([32, 576])),
+    dim=heads * draw(st.sampled_from([8, 24])),  # transformers needs it so
     ffn=draw(st.integers(1, 9000)),
     layers=draw(st.integers(1, 40)),
-    heads=kv_heads * draw(st.integers(1, 4)),
+    heads=heads,
     kv_heads=kv_heads,
     head_dim=draw(st.sampled_from([2, 16, 128])),
     rope_theta=draw(st.floats(2.0, 1e8)),

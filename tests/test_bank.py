@@ -163,6 +163,8 @@ def test_ids_are_never_reused():
   assert ids == [f"skill-0000{i}" for i in (1, 2, 3, 4)]
   with pytest.raises(ValueError, match="'skill-00002'; ids are never reused"):
     B.admit(bank, [skill("skill-00002")], unit(0, 0, 0, 1)[None], 0.5, 3)
+  with pytest.raises(ValueError, match="'b'; ids are never reused"):
+    primed(skill("b"), skill("b"))
 
 
 @pytest.mark.parametrize("vector", [np.ones(3), np.full(4, np.nan)])
@@ -390,6 +392,28 @@ def test_top_of_nothing_asks_no_encoder():
   assert B.top(primed(), [question()], None, 3) == {"q": ()}
   assert B.top(primed(skill("a")), [question()], None, 0) == {"q": ()}
   assert B.top(primed(skill("a")), [], None, 3) == {}
+
+
+def test_a_ranking_is_of_all_skills_that_ever_were(monkeypatch):
+  bank = primed(skill("a"), skill("b", source_seed="s1"), skill("c"))
+  bank = used(bank, retrieved=[0, 0, 3], harmful=[0, 0, 1])
+  bank, _ = B.retire(bank, 3, 1)
+  encoder = Directions(one=unit(1, 2, 9, 0), two=unit(0, 1, 2, 0))
+  questions = [question("p", "one"), question("q", "two", "s1")]
+  (event,) = B.ranking(bank, questions, encoder, 4)
+  assert event == dict(
+    iteration=4,
+    event="rank",
+    skill="",
+    ranked={"p": [2, 1, 0], "q": [2, 0]},  # b was born from it
+  )
+  assert encoder.kinds == ["query"]
+  (event,) = B.ranking(bank, questions, encoder, 4, min_score=0.2)
+  assert event["ranked"] == {"p": [2, 1], "q": [2]}
+  monkeypatch.setattr(B, "_RANKED", 1)
+  assert len(B.ranking(bank, questions, encoder, 4)[0]["ranked"]["p"]) == 3
+  assert B.ranking(primed(), questions, encoder, 4) == ()
+  assert B.ranking(bank, [], encoder, 4) == ()
 
 
 @pytest.mark.parametrize("kind", ["exact", "scann"])

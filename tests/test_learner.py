@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sesa_jax import types
+from sesa_jax import checkpoint, types
 from sesa_jax.learner import learner as learning
 from sesa_jax.policy import backbones, model, sharding
 
@@ -414,3 +414,32 @@ def test_every_micro_batch_is_reported(params, reference):
   assert max(rows for rows, _ in seen) == 4
   assert sum(tokens for _, tokens in seen) == metrics["tokens"]
   assert metrics["tokens"] == sum(t.episode.mask.sum() for t in taught)
+
+
+def test_an_offload_moves_memory_and_no_bit(params, reference, tmp_path):
+  """Two minibatches on a mesh, and a restart from the disk between calls."""
+  ends = []
+  for offload in False, True:
+    learner = make(fsdp=4, tensor=2, minibatch_questions=2, offload=offload)
+    run = learner.programs
+    frozen = jax.device_put(reference, run.reference)
+    policy = learner.init(params)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(frozen)}
+    assert kinds == {"pinned_host" if offload else "device"}
+    policy, metrics = learner.update(policy, frozen, lessons(), temperature=1.0)
+    assert metrics["updates"] == 2
+    moments = policy.opt_state.adam[0]
+    for leaf in jax.tree.leaves((moments.mu, moments.nu)):
+      assert {leaf.sharding.memory_kind} == kinds
+    store = checkpoint.Checkpoints(tmp_path / str(offload))
+    trees = {"solver": policy}
+    store.save(1, trees=trees, host={}, arrays={}, files={})
+    restored = store.restore(1, {"solver": learner.abstract()})[0]["solver"]
+    store.close()
+    restored = types.Policy(*restored)
+    assert jax.tree.map(lambda x: x.sharding, restored) == run.policy
+    last, _ = learner.update(restored, frozen, lessons(seed=1), temperature=1.0)
+    # Donated, wherever it was.
+    assert all(x.is_deleted() for x in jax.tree.leaves(restored))
+    ends.append(jax.device_get((policy.params, last)))
+  jax.tree.map(np.testing.assert_array_equal, *ends)

@@ -93,6 +93,10 @@ def test_heads_that_do_not_divide_name_the_sizes_that_would():
     sharding.check(few, fsdp=1, tensor=8)
   with pytest.raises(ValueError, match=r"dim = 64 does not divide .*fsdp = 5"):
     sharding.check(BACKBONE, fsdp=5, tensor=1)
+  odd = dataclasses.replace(BACKBONE, vocab_size=500)
+  with pytest.raises(ValueError, match=r"vocabulary = 500 .* would: 1, 2, 4\."):
+    sharding.check(odd, fsdp=1, tensor=8)
+  sharding.check(dataclasses.replace(odd, vocab_multiple=128), fsdp=1, tensor=8)
 
 
 def test_an_unknown_leaf_is_an_error():

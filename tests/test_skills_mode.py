@@ -77,6 +77,8 @@ def run(tmp_path_factory) -> Path:
   events = [*primed, came]
   for number, right, without in ((2, 1, 1), (3, 0, 2)):
     id = f"{number}/q"
+    rank = dict(iteration=number, event="rank", skill="", ranked={id: [0, 1]})
+    events.append(rank)
     bank, done = skill_bank.credit(
       bank,
       {id: bank.skills},
@@ -363,6 +365,19 @@ def test_what_is_plotted(run, monkeypatch):
   # Both questions failed: whatever is permuted, the skill is retired.
   assert (null.active == own.active).all()
   assert len(null.active) == 100
+
+
+def test_a_run_without_rankings_is_plotted_alone(tmp_path, monkeypatch):
+  folder = metrics.RunFolder(tmp_path / "run")
+  fields = record.row_of(record.Record(skill("a")), 0, 0, 0)
+  prime = dict(iteration=0, event="prime", skill="a", fields=fields)
+  folder.append("skills_history.jsonl", [prime])
+  folder.write_json("config.json", {"bank": {}})
+  plotted = []
+  monkeypatch.setattr(history, "plot", lambda *args: plotted.append(args))
+  life.plot_run(folder.path)
+  assert plotted[0][0].active.tolist() == [1]
+  assert plotted[0][1] is None
 
 
 def test_runs_without_skills_or_config(tmp_path):

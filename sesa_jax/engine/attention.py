@@ -42,8 +42,9 @@ class Kind:
       place where the pool is donated.
     attend: (q [T,N,H], pool, kv_lens [R], tables [R,W], cu_q_lens [R+1], rows)
       -> [T,N,H], causal, softmax in float32 at scale H^-0.5. Only the first
-      `rows` rows count. With `decode=True` each row has one query: cu_q_lens is
-      arange(R + 1).
+      `rows` rows count; what belongs to none gives something finite. With
+      `decode=True` each row has one query, cu_q_lens is arange(R + 1), and
+      a row of no positions gives zeros.
     packs_prefill: whether a prefill batch may hold several rows.
   """
 
@@ -134,7 +135,8 @@ def _xla_decode(q, pool, kv_lens, tables, rows) -> Float[Array, "R K G H"]:
   counts = -(-kv_lens // page_size) * (jnp.arange(count) < rows)
   ends = jnp.cumsum(counts)
   # Of each place in the list: its row, and which of the row's pages it is. The
-  # places behind the last page get a row that is not there.
+  # places behind the last page get a row that is not there: what is read for
+  # it is another's, what is written is dropped.
   places = jnp.arange(count * width + pages)
   row = jnp.sum(ends <= places[:, None], axis=1)
   index = places - (ends - counts)[row]

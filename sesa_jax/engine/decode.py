@@ -28,7 +28,7 @@ from sesa_jax.policy import model, sharding
 RUNNING, STOP, EOS, TURN_TOKENS, EPISODE_TOKENS = range(5)
 REASONS = ("running", "stop", "eos", "turn_tokens", "episode_tokens")
 
-_DATA, _TENSOR = PartitionSpec("data"), "tensor"
+_DATA = PartitionSpec("data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,16 @@ class Layout:
   def data(self) -> int:
     """D."""
     return self.mesh.shape["data"]
+
+  @property
+  def axis(self) -> str | None:
+    """The mesh axis that cuts the model, if it is cut."""
+    return "tensor" if self.mesh.shape["tensor"] > 1 else None
+
+  @property
+  def contiguous(self) -> bool:
+    """Whether a slot has pages of its own, in order, and shares none."""
+    return self.kind == "cudnn_contiguous"
 
   @property
   def slots(self) -> int:
@@ -303,12 +313,23 @@ def _copy(layout: Layout, pool: Any, source: Array, target: Array) -> Any:
 
 def _prefill(layout: Layout, weights: Any, pool: Any, batch: Batch) -> Any:
   """Writes the keys and values of a batch's tokens."""
-  kind, batch = layout.attention, _own(batch)
-  new = _own(pool)
+  batch = _own(batch)
+  # A loop, which a shard without any token skips.
+  pool = jax.lax.fori_loop(
+    0,
+    jnp.minimum(batch.rows, 1),
+    lambda _, pool: _write(layout, weights, pool, batch),
+    _own(pool),
+  )
+  return _all(pool)
+
+
+def _write(layout: Layout, weights: Any, pool: Any, batch: Batch) -> Any:
+  kind, new = layout.attention, list(pool)
   real = jnp.arange(batch.ids.shape[0]) < batch.cu[batch.rows]
 
   def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-    new[layer] = kind.write(new[layer], k, v, batch.pages, batch.offsets)
+    new[layer] = kind.write(pool[layer], k, v, batch.pages, batch.offsets)
     out = kind.attend(
       q,
       new[layer],
@@ -321,10 +342,11 @@ def _prefill(layout: Layout, weights: Any, pool: Any, batch: Batch) -> Any:
     # Whatever padding gives must not make the trash page infinite.
     return jnp.where(real[:, None, None], out, 0)
 
+  # Nobody asks for the result: the compiler drops what only it needs.
   model.decode(
-    layout.graphdef, weights, batch.ids, batch.positions, attend, _TENSOR
+    layout.graphdef, weights, batch.ids, batch.positions, attend, layout.axis
   )
-  return _all(new)
+  return new
 
 
 def _decode(
@@ -354,12 +376,12 @@ def _decode(
     running = rows.reason == RUNNING
     pool, hidden = _step(layout, weights, pool, rows, tables)
     drawn, logprob = sampling.sample(
-      model.logits(layout.graphdef, weights, hidden, _TENSOR),
+      model.logits(layout.graphdef, weights, hidden, layout.axis),
       rows.key,
       rows.position + 1,
       rows.temperature,
       (rows.top_p, rows.top_k) if cut else None,
-      _TENSOR,
+      layout.axis,
     )
     after = _advance(rows, drawn, stops, ends)
     rows = jax.tree.map(
@@ -418,7 +440,7 @@ def _step(
     )
 
   hidden = model.decode(
-    layout.graphdef, weights, rows.token, rows.position, attend, _TENSOR
+    layout.graphdef, weights, rows.token, rows.position, attend, layout.axis
   )
   return new, hidden
 

@@ -224,11 +224,11 @@ class Engine:
     counts, times = play.counts, play.seconds
     slot_steps = counts["steps"] * self.layout.slots
     device, tools = times["device"], times["tool_wait"]
+    # `padding` and `idle`: places in prefill batches and in the decode loop
+    # that were computed for nobody.
+    names = "sampled prefilled shared recomputed padding idle".split()
     return {
-      **{
-        f"tokens/{name}": counts[name]
-        for name in ("sampled", "prefilled", "shared", "recomputed", "padding")
-      },
+      **{f"tokens/{name}": counts[name] for name in names},
       # (query, key) pairs that attention scored in a layer.
       "pairs/decode": counts["decode_pairs"],
       "pairs/prefill": counts["prefill_pairs"],
@@ -322,7 +322,7 @@ def layout(
   )
   own, width = slots // data, pages_for(length, page_size)
   packs = attention_lib.KINDS[kind].packs_prefill
-  return decode.Layout(
+  chosen = decode.Layout(
     graphdef=decode.cut_vocabulary(graphdef, tensor),
     mesh=mesh,
     kind=kind,
@@ -337,6 +337,11 @@ def layout(
     steps=steps,
     ends=ends,
   )
+  if chosen.contiguous:
+    # A row for each slot, and one that is trash.
+    pages = (own + 1) * width
+    chosen = dataclasses.replace(chosen, rows=(own,), pages=pages)
+  return chosen
 
 
 def _row_sizes(slots: int, platform: str) -> tuple[int, ...]:

@@ -27,18 +27,28 @@ class Pages:
 
   def __init__(self, count: int):
     self._owners = [0] * count
-    # The last one given back is the next one taken: its memory is warm.
-    self._free = list(range(count - 1, TRASH, -1))
+    # Ordered: the last one given back is the next one taken, still warm.
+    self._free = dict.fromkeys(range(count - 1, TRASH, -1))
 
   @property
   def free(self) -> int:
     """How many pages can be taken."""
     return len(self._free)
 
-  def take(self, count: int) -> list[int]:
-    """Takes free pages; the caller owns them alone."""
+  def take(self, count: int, first: int | None = None) -> list[int]:
+    """Takes free pages; the caller owns them alone.
+
+    Args:
+      count: how many.
+      first: where they must begin, if they must lie in a row.
+    """
     assert 0 <= count <= self.free, f"{count} pages asked for, {self.free} free"
-    taken = [self._free.pop() for _ in range(count)]
+    if first is None:
+      taken = [self._free.popitem()[0] for _ in range(count)]
+    else:
+      taken = list(range(first, first + count))
+      for page in taken:
+        del self._free[page]
     for page in taken:
       self._owners[page] = 1
     return taken
@@ -55,7 +65,7 @@ class Pages:
       assert self._owners[page] > 0, f"page {page} is given back twice"
       self._owners[page] -= 1
       if not self._owners[page]:
-        self._free.append(page)
+        self._free[page] = None
 
   def alone(self, pages: Iterable[int]) -> int:
     """How many of these pages would be free if one owner gave them back."""

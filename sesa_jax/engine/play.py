@@ -191,15 +191,16 @@ class Play:
     if not most:
       return
     count = next(size for size in self._layout.rows if size >= most)
+    # Few that wait for the host are worth no look while many run. A data shard
+    # that leaves would only wait for the others.
+    leave = max(1, most // 16) if self._layout.data == 1 else most
     with self._time("device"):
       self._pool, decoded = self._decode(
         self._weights,
         self._pool,
         *self._rows(running, count),
         *self._constants,
-        # Few that wait for the host are worth no look, at large; at the end,
-        # when few run, each is.
-        np.int32(max(1, most // 16)),
+        np.int32(leave),
       )
       decoded = jax.device_get(decoded)
     for shard, playings in enumerate(running):
@@ -228,19 +229,26 @@ class Play:
     reason = np.full(shape, decode.STOP, np.int32)
     tables = np.zeros((*shape, self._layout.width), np.int32)
     for shard, playings in enumerate(running):
-      here = shard, slice(len(playings))
+      if not playings:
+        continue
+      here = shard, self._places(playings)
       for name, (_, value) in columns.items():
         rows[name][here] = [value(playing) for playing in playings]
-      if playings:
-        key[here] = [playing.key for playing in playings]
-        tables[here] = self._tables[shard, [p.slot for p in playings]]
+      key[here] = [playing.key for playing in playings]
+      tables[here] = self._tables[shard, [p.slot for p in playings]]
       reason[here] = decode.RUNNING
     return decode.Rows(key=key, reason=reason, **rows), tables
+
+  def _places(self, playings: Sequence[Playing]) -> Sequence[int]:
+    """The rows in which episodes are decoded."""
+    if self._layout.contiguous:
+      return [playing.slot for playing in playings]
+    return range(len(playings))
 
   def _harvest(
     self, playings: Sequence[Playing], decoded: decode.Decoded
   ) -> None:
-    for row, playing in enumerate(playings):
+    for row, playing in zip(self._places(playings), playings, strict=True):
       count = int(decoded.counts[row])
       start = playing.cached
       self.counts["decode_pairs"] += _pairs(start, start + count)
@@ -253,6 +261,8 @@ class Play:
       playing.stop_state = int(decoded.stop_state[row])
       self.counts["sampled"] += count
     self.counts["steps"] += int(decoded.steps)
+    rows = len(decoded.counts) * int(decoded.steps)
+    self.counts["idle"] += rows - int(decoded.counts.sum())
 
   # --- pause and resume ---
 

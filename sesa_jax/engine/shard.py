@@ -226,7 +226,8 @@ class Shard:
     prompt = self.prompts.get(request.id)
     # The last page of a kept prompt is never decoded into: each attempt has a
     # copy. So a prompt without further attempts is not kept.
-    keeps = prompt is None and tokens > 0 and self._queued[request.id] > 1
+    more = self._queued[request.id] > 1 and not self._layout.contiguous
+    keeps = more and prompt is None and tokens > 0
     shared = tokens // size if prompt or keeps else 0
     wanted = others + needs - shared + keeps * pages_for(tokens, size)
     if not self._spare(wanted, prompt):
@@ -247,8 +248,14 @@ class Shard:
       self.pages.share(prompt.pages[:shared])
       playing.add_pages(prompt.pages[:shared])
       playing.prompt = prompt
-    playing.add_pages(self.pages.take(needs - shared))
+    self._grow(playing, needs - shared)
     return True
+
+  def _grow(self, playing: Playing, count: int) -> None:
+    first = None
+    if self._layout.contiguous:  # the first row is trash
+      first = (playing.slot + 1) * self._layout.width + len(playing.pages)
+    playing.add_pages(self.pages.take(count, first))
 
   def _keep(self, request: types.Request) -> Prompt:
     again = request.id in self._seen
@@ -293,7 +300,7 @@ class Shard:
         if youngest is playing:
           break
       else:
-        playing.add_pages(self.pages.take(lacks))
+        self._grow(playing, lacks)
 
   def _yield(self, playing: Playing) -> None:
     self.release(playing)

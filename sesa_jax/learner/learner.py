@@ -81,6 +81,7 @@ class Programs(NamedTuple):
   apply: Callable
   policy: types.Policy  # of shardings, between updates
   working: types.Policy  # of shardings, in `apply`
+  reference: Any  # of shardings, of the frozen weights between updates
   rows: NamedSharding
 
 
@@ -104,8 +105,11 @@ def programs(recipe: Recipe) -> Programs:
 
   # Moments end in the paths of their weights, so one table places both.
   working = sharding.shardings(recipe.mesh, jax.eval_shape(start, abstract))
-  policy = _offloaded(working) if recipe.offload else working
-  params = working.params
+  policy, params = working, working.params
+  reference = _on_host(params) if recipe.offload else params
+  if recipe.offload:
+    adam = _on_host(working.opt_state.adam)
+    policy = working._replace(opt_state=working.opt_state._replace(adam=adam))
   everywhere = NamedSharding(recipe.mesh, PartitionSpec())
   rows = NamedSharding(recipe.mesh, PartitionSpec("fsdp", None))
 
@@ -195,6 +199,7 @@ def programs(recipe: Recipe) -> Programs:
     apply=jax.jit(apply, out_shardings=(working, everywhere), donate_argnums=0),
     policy=policy,
     working=working,
+    reference=reference,
     rows=rows,
   )
 
@@ -227,17 +232,13 @@ def _projection(recipe: Recipe, weights: model.Params) -> Callable:
   return project
 
 
-def _offloaded(policy: types.Policy) -> types.Policy:
-  """Puts the moments into the host's memory; the small rest stays."""
-  moments = jax.tree.map(
-    lambda place: (
-      place.with_memory_kind("pinned_host")
-      if len(place.spec)  # the step count has none
-      else place
-    ),
-    policy.opt_state.adam,
-  )
-  return policy._replace(opt_state=policy.opt_state._replace(adam=moments))
+def _on_host(places: Any) -> Any:
+  """The same shardings in the host's memory; scalars stay."""
+
+  def moved(place: NamedSharding) -> NamedSharding:
+    return place.with_memory_kind("pinned_host") if len(place.spec) else place
+
+  return jax.tree.map(moved, places)
 
 
 def move(policy: types.Policy, where: types.Policy) -> types.Policy:
@@ -291,7 +292,8 @@ class Learner:
     chunk_tokens: tokens whose logits exist at once.
     compute_dtype: of activations; weights and optimizer are float32.
     attention: one of `policy.attention.KINDS`.
-    offload: keep Adam's moments in the host's memory between updates.
+    offload: Adam's moments wait in the host's memory for their step, and the
+      reference for its turn to score.
     remat: recompute layers in the backward pass.
 
   Raises:
@@ -434,7 +436,7 @@ class Learner:
     # update they equal the new ones, and the pass is spared.
     single = len(parts) < 2
     if self.kl_coefficient:
-      reference = jax.device_put(reference, run.policy.params)
+      reference = jax.device_put(reference, run.working.params)
     scored = [
       [
         self._scores(policy.params, reference, batch, single, temperature)
@@ -442,6 +444,7 @@ class Learner:
       ]
       for part in parts
     ]
+    del reference  # a copy, where it waits on the host
     total, norms, rate, skipped = grpo.zero_sums(), [], 0.0, 0
     for part, scores in zip(parts, scored, strict=True):
       gradient, sums = run.zeros(policy.params)

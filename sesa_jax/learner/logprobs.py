@@ -50,7 +50,6 @@ def token_logprobs(
     x = x.reshape(rows, chunks, columns, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
 
-  @jax.checkpoint
   def score(hidden, targets):
     logits = project(hidden).astype(jnp.float32) / temperature
     log_sum = jax.nn.logsumexp(logits, axis=-1)
@@ -63,6 +62,9 @@ def token_logprobs(
     entropy = -jnp.sum(q * jnp.where(q > 0, log_q, 0.0), axis=-1)
     return chosen - log_sum, entropy
 
+  # Around the condition: inside, a branch's residuals, the head among them,
+  # would leave it as outputs and be kept once for each chunk.
+  @jax.checkpoint
   def chunk(_, inputs):
     hidden, targets, wanted = inputs
 

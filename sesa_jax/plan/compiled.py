@@ -69,12 +69,18 @@ def _compile(lowered: jax.stages.Lowered, arguments: float) -> Compiled:
     said = str(error)
     if "RESOURCE_EXHAUSTED" not in said:
       raise
+    # Of temporaries alone, or of arguments too.
+    asked = re.search(r"temporaries \(([\d.]+)G\)", said)
     used = re.search(r"Used ([\d.]+)G of", said)
-    needed = float(used[1]) * targets.GIB if used else math.inf
+    temporaries = math.inf
+    if asked:
+      temporaries = float(asked[1]) * targets.GIB
+    elif used:
+      temporaries = float(used[1]) * targets.GIB - arguments
     return Compiled(
       seconds=time.perf_counter() - began,
       arguments=arguments,
-      temporaries=needed - arguments,
+      temporaries=temporaries,
       outputs=0.0,
       aliased=0.0,
       kernels={},

@@ -179,7 +179,7 @@ def _training(run: Run, compile_one: Compile) -> tuple[list[Phase], float]:
     held = learner.abstract()
     # Part of each program's arguments lies there anyway.
     there = dict(
-      score=device_bytes(held.params),
+      score=device_bytes(run.reference),
       accumulate=device_bytes(held.params),
       apply=device_bytes(held),
     )
@@ -249,11 +249,11 @@ def _rollout(
         worst, beside = label, found.temporaries + found.outputs
       if name == "decode":
         temporaries = found.temporaries
-    fitting = int((free - beside) // (pool / tried.pages))
+    fitting = int(max(0.0, free - beside) // (pool / tried.pages))
     cache = Cache(
       kind=layout.kind,
       pages=layout.pages,
-      fitting=max(0, fitting),
+      fitting=fitting,
       page_size=layout.page_size,
       width=layout.width,
       shards=layout.data * run.target.hosts,

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Container, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from sesa_jax import tools
@@ -40,9 +41,19 @@ class Run:
       name: device_bytes(learner.abstract())
       for name, learner in self.learners.items()
     }
-    # Float32, as loaded; one serves both policies.
-    found["reference"] = device_bytes(self.learners["solver"].abstract().params)
-    return found
+    return found | {"reference": device_bytes(self.reference)}
+
+  @property
+  def reference(self) -> Any:
+    """The frozen weights, float32, as placed shapes; one set for both."""
+    learner = self.learners["solver"]
+    return jax.tree.map(
+      lambda leaf, place: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=place
+      ),
+      learner.abstract().params,
+      learner.programs.reference,
+    )
 
 
 def read(config: Any, target: targets.Target, given: Container[str]) -> Run:

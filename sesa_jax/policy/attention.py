@@ -22,8 +22,8 @@ KINDS = ("xla", "splash", "cudnn", "blocks")
 Attention = Callable[[Array, Array, Array, Array], Array]
 
 _LANES = 128  # of a TPU's registers
-# Tokens of a block. The larger, the fewer steps; 1024 x 1024 scores in float32
-# are 4 MiB, of which a kernel holds a few.
+# Tokens of a block. The larger, the fewer steps; its scores in float32 are
+# 2 MiB, and a kernel holds a few of those.
 _BLOCK_Q, _BLOCK_KV = 512, 1024
 
 
@@ -200,8 +200,6 @@ def cudnn(
 ) -> Float[Array, "B T N H"]:
   """`train_attention` by cuDNN, of rows that hold one sequence each.
 
-  Padding gives zeros.
-
   Args:
     q: queries.
     k: keys.
@@ -210,6 +208,7 @@ def cudnn(
     implementation: of `jax.nn.dot_product_attention`; "xla" runs anywhere.
   """
   lengths = jnp.sum(segments > 0, axis=1, dtype=jnp.int32)
+  lengths = jnp.maximum(lengths, 1)  # an empty softmax is no number
   return jax.nn.dot_product_attention(
     q,
     k,

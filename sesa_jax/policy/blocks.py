@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 _HIDDEN = -1e30  # score of a key that is not seen: -inf - -inf would be NaN
@@ -80,7 +81,8 @@ def _forward(q, k, v, segments, q_block, k_block):
     return jax.lax.map(lambda i: _attend(row, i, k_block), blocks)
 
   out, log_sum = jax.lax.map(row, rows)
-  out = _tokens(out, q)
+  # A name, so that who recomputes the rest of a layer may keep these.
+  out, log_sum = checkpoint_name((_tokens(out, q), log_sum), "attention")
   return out, (q, k, v, segments, out, log_sum)
 
 

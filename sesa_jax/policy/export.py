@@ -187,7 +187,7 @@ def _values(
   path, leaf, values = "", None, None
   for name, place in places.items():
     if place.leaf != path:
-      path, leaf = place.leaf, None
+      path, leaf, values = place.leaf, None, None
       leaf = np.asarray(read(path))
     values = leaf if place.layer is None else leaf[place.layer]
     if path.endswith("/embedding"):

@@ -33,6 +33,10 @@ Params = dict[str, Any]
 Attend = Callable[[Array, Array, Array], Array]
 
 _normal = nnx.initializers.normal(0.02)
+_KEPT = jax.checkpoint_policies.save_from_both_policies(
+  jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  jax.checkpoint_policies.save_only_these_names("attention"),
+)
 
 
 class Block(nnx.Module):
@@ -79,7 +83,8 @@ class Block(nnx.Module):
     mixed = attend(_rotate(q, rope), _rotate(k, rope), v)
     x = x + total(self.o(mixed.reshape(*x.shape[:-1], -1)))
     y = self.ffn_norm(x)
-    return x + total(self.down(jax.nn.silu(self.gate(y)) * self.up(y)))
+    gate, up = _whole_slope(self.gate(y)), _whole_slope(self.up(y))
+    return x + total(self.down(jax.nn.silu(gate) * up))
 
 
 class Ends(nnx.Module):
@@ -155,7 +160,8 @@ def hidden(
     segments_BT: sequences packed in a row, in order; 0 is padding. A token sees
       earlier tokens of its own segment only.
     compute_dtype: of activations, and of weights when they are used.
-    remat: keep only each layer's input for the backward pass.
+    remat: keep only each layer's input for the backward pass; else what its
+      matmuls and its attention gave. The cheap rest is computed again.
     attention: (q, k, v, segments) as `attention.train_attention`.
   """
   rope = _rope(graphdef.backbone, positions_BT)
@@ -168,7 +174,8 @@ def hidden(
     return block(x, rope, attend, _whole), None
 
   # Inside a scan nothing can be merged with the forward pass anyway.
-  body = jax.checkpoint(step, prevent_cse=False) if remat else step
+  policy = None if remat else _KEPT
+  body = jax.checkpoint(step, prevent_cse=False, policy=policy)
   # Rows are cast after the lookup: their gradients then add up in float32.
   x = params["embed"]["embedding"][ids_BT].astype(compute_dtype)
   x, _ = jax.lax.scan(body, x, params["layers"])
@@ -264,6 +271,31 @@ def decode(
 
 def _whole(x: Array) -> Array:
   return x
+
+
+@jax.custom_vjp
+def _whole_slope(x: Array) -> Array:
+  """Returns x; on a CPU its gradient is computed before it is used.
+
+  Fused into the transposition that the kernel's gradient wants, what leads to
+  it is read column by column: as slow as the matmul.
+  """
+  return x
+
+
+def _whole_slope_forward(x: Array) -> tuple[Array, None]:
+  return x, None
+
+
+def _whole_slope_backward(_: None, slope: Array) -> tuple[Array]:
+  return (
+    jax.lax.platform_dependent(
+      slope, cpu=jax.lax.optimization_barrier, default=_whole
+    ),
+  )
+
+
+_whole_slope.defvjp(_whole_slope_forward, _whole_slope_backward)
 
 
 def _cast(params: Params, dtype: Any) -> Params:

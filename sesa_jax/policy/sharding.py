@@ -104,6 +104,7 @@ def check(backbone: Backbone, *, fsdp: int, tensor: int) -> None:
     ("heads", backbone.heads, "tensor"): tensor,
     ("kv_heads", backbone.kv_heads, "tensor"): tensor,
     ("ffn", backbone.ffn, "tensor"): tensor,
+    ("padded vocabulary", backbone.table_rows, "tensor"): tensor,
     ("dim", backbone.dim, "fsdp"): fsdp,
   }
   for (name, size, axis), parts in sizes.items():

@@ -26,7 +26,7 @@ KINDS = ("auto", "exact", "scann")
 TREE_FROM = 20_000  # vectors from which ScaNN searches a tree, not all of them
 SEARCHED = 0.1  # of the leaves
 REORDERED = 100  # candidates whose inner products are computed
-SPARE = 16  # neighbours fetched beyond k, in the place of those not allowed
+SPARE = 8  # neighbours fetched beyond k, in the place of those not allowed
 
 
 class Index(Protocol):
@@ -130,9 +130,8 @@ class Scann:
     self._rows = np.flatnonzero(np.asarray(mask)).astype(np.int32)
     if not len(self._rows):
       return
-    builder = scann_ops_pybind.builder(
-      np.asarray(vectors)[self._rows], 1 + SPARE, "dot_product"
-    )
+    self._vectors = np.asarray(vectors, np.float32)[self._rows]
+    builder = scann_ops_pybind.builder(self._vectors, SPARE, "dot_product")
     if len(self._rows) < TREE_FROM:
       builder.score_brute_force()
     else:
@@ -151,19 +150,26 @@ class Scann:
     """See `Index`; of equal scores the lower row comes first."""
     if k < 1 or not len(queries) or not len(self._rows):
       return self._exact.search(queries, k, allowed)
-    fetched = min(k if allowed is None else k + SPARE, len(self._rows))
+    queries = np.asarray(queries, np.float32)
     found, near = self._searcher.search_batched_parallel(
-      np.asarray(queries, np.float32), final_num_neighbors=fetched
+      queries, final_num_neighbors=min(k + SPARE, len(self._rows))
     )
+    # ScaNN's own last bits depend on who else is asked; these do not: each
+    # query is a product of its own.
+    scores = np.matmul(self._vectors[found], queries[:, :, None])[..., 0]
+    scores[np.isnan(near)] = -np.inf  # it found fewer
     rows = self._rows[found]
-    near = np.where(np.isnan(near), -np.inf, near)
     if allowed is not None:
-      near = np.where(np.take_along_axis(allowed, rows, 1), near, -np.inf)
-    order = np.lexsort((rows, -near), axis=1)[:, :k]
+      scores[~np.take_along_axis(allowed, rows, 1)] = -np.inf
+    return self._best(queries, scores, rows, k, allowed)
+
+  def _best(self, queries, found, rows, k, allowed):
+    """Picks the k best of what was found; asks the exact index for the rest."""
+    order = np.lexsort((rows, -found), axis=1)[:, :k]
+    width = order.shape[1]
     scores = np.full((len(queries), k), -np.inf, np.float32)
     indices = np.full((len(queries), k), -1, np.int32)
-    width = order.shape[1]
-    scores[:, :width] = np.take_along_axis(near, order, 1)
+    scores[:, :width] = np.take_along_axis(found, order, 1)
     indices[:, :width] = np.take_along_axis(rows, order, 1)
     indices[np.isneginf(scores)] = -1
     # Too few were left of those fetched: there may be more.

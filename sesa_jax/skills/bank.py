@@ -101,6 +101,7 @@ def create(capacity: int, dim: int) -> SkillBank:
   )
 
 
+_RANKED = 32  # skills of a ranking at least, if there are so many
 _ARRAYS = ("embeddings", "retrieved", "helpful", "harmful")
 
 
@@ -137,7 +138,8 @@ def _with_records(
   next_number = changes.pop("next_number", bank.next_number)
   arrays = {name: getattr(bank, name) for name in _ARRAYS} | changes
   after = _bank(bank.capacity, next_number, tuple(records), arrays)
-  if "embeddings" not in changes and np.array_equal(bank.active, after.active):
+  # Embeddings change only where an active row is new.
+  if np.array_equal(bank.active, after.active):
     after.indexes.update(bank.indexes)
   return after
 
@@ -425,6 +427,41 @@ def top(
     )
     for question, found, close in zip(questions, rows, scores, strict=True)
   }
+
+
+def ranking(
+  bank: SkillBank,
+  questions: Sequence[Question],
+  encoder: Encoder,
+  iteration: int,
+  min_score: float | None = None,
+) -> Events:
+  """Ranks all skills that the bank has or had for each question.
+
+  One event, for the null curve: what would have been shown had other skills
+  been active. It goes deep enough for three to be found among those that are.
+
+  Args:
+    bank: of this iteration.
+    questions: with ids that are unique among them.
+    encoder: the one that embedded the bank.
+    iteration: of the event.
+    min_score: as for `top`.
+  """
+  if not questions or not bank.skills:
+    return ()
+  count = len(bank.records)
+  vectors = encoder.encode([q.text for q in questions], "query")
+  mask = ~born_from(bank, questions)
+  mask[:, count:] = False
+  depth = min(count, max(_RANKED, 10 * count // len(bank.skills)))
+  scores, rows = index_lib.top_k(vectors, bank.embeddings, mask, depth)
+  floor = -np.inf if min_score is None else np.float32(min_score)
+  ranked = {
+    question.id: found[(found >= 0) & (close >= floor)].tolist()
+    for question, found, close in zip(questions, rows, scores, strict=True)
+  }
+  return (_event(iteration, "rank", "", ranked=ranked),)
 
 
 def born_from(

@@ -19,6 +19,7 @@ from sesa_jax.skills.record import Record, row_of, skill_of
 
 History = Sequence[Mapping[str, Any]]
 
+_BIRTHS = ("prime", "inherit", "admit")
 _USAGE = ("retrieved", "helpful", "harmful", "state", "reason")
 
 
@@ -42,7 +43,7 @@ def at(history: History, iteration: int | None = None) -> list[dict[str, Any]]:
     if iteration is not None and event["iteration"] > iteration:
       break
     kind, id = event["event"], event["skill"]
-    if kind in ("prime", "admit", "inherit"):
+    if kind in _BIRTHS:
       rows[id] = _born(event)
     elif kind in ("credit", "retire", "evict") and id not in rows:
       raise _unsaid(id)
@@ -172,15 +173,15 @@ def null_curves(
 ) -> Curves:
   """Replays a run with outcomes that say nothing about its skills.
 
-  The same skills are admitted and shown for the same questions, but in each
-  iteration the outcomes of those questions are permuted over them, see `deal`;
-  then the same rules retire and evict. What remains of a rise and fall of the
-  active skills is what noise does. Where the replay differs it can only
-  approximate: a skill that it has retired takes no further credit, one that
-  the run had retired was shown no more.
+  The same skills are admitted and the same questions asked, but in each
+  iteration the questions' outcomes are permuted over them, see `deal`, and then
+  the same rules retire and evict. A question shows, of its ranking of all
+  skills, the nearest that the replay has, as many as the run showed. (With the
+  showings of the run itself a skill that it retired could no longer be retired
+  in a replay, and a run of pure noise would lie below all of them.)
 
   Args:
-    history: events, in order.
+    history: events, in order, rankings included.
     capacity: `bank.capacity` of the run.
     retire_after: `bank.retire_after` of the run.
     draws: N replays.
@@ -191,8 +192,7 @@ def null_curves(
     Curves [N, T] but for `admitted` [T].
 
   Raises:
-    ValueError: the history is of an older version, without each question's
-      credit.
+    ValueError: as `replay`.
   """
   return replay(
     history,
@@ -216,45 +216,45 @@ def replay(
   """Runs a history's rules again with outcomes handed on between questions.
 
   Args:
-    history: events, in order.
+    history: events, in order, rankings included.
     capacity: `bank.capacity` of the run.
     retire_after: `bank.retire_after` of the run.
     order: (Q, iteration) -> in draw n, question q of the iteration gets the
       outcome of question `order[n, q]`, questions sorted by id. The identity
       gives the run's own curves.
     last: iteration to go to; None is the last one with an event.
+
+  Raises:
+    ValueError: the history lacks rankings, or is of an older version, without
+      each question's credit.
   """
   iterations = _iterations(history, last)
-  born = [e for e in history if e["event"] in ("prime", "inherit", "admit")]
-  column = {event["skill"]: s for s, event in enumerate(born)}
+  born = [e for e in history if e["event"] in _BIRTHS]
   immune = np.array([_born(e)["origin"] == "seed" for e in born], bool)
-  draws = len(order(1, int(iterations[0])))
-  bank = _Counters.none(draws, len(born))
+  bank = _Counters.none(len(order(1, int(iterations[0]))), len(born))
   sizes = {name: [] for name in ("active", "admitted", "retired", "evicted")}
-  retired = np.zeros(draws, np.int64)
-  evicted = np.zeros(draws, np.int64)
-  admitted, events = 0, collections.deque(history)
+  retired, evicted = np.zeros((2, len(bank.active)), np.int64)
+  admitted, known, events = 0, 0, collections.deque(history)
   for iteration in iterations:
     now = []
     while events and events[0]["iteration"] == iteration:
       now.append(events.popleft())
-    _credit(bank, now, column, order)
+    _credit(bank, now, order)
     net = bank.net()
     tried = bank.active & ~immune & (bank.retrieved >= retire_after)
-    harmful = tried & (net < 0)
-    bank.active &= ~harmful
-    retired += harmful.sum(1)
+    bank.active &= ~(tried & (net < 0))
+    retired += (tried & (net < 0)).sum(1)
     for event in now:
-      if event["event"] not in ("prime", "inherit", "admit"):
+      if event["event"] not in _BIRTHS:
         continue
-      s = column[event["skill"]]
-      row = _born(event)
+      row, s = _born(event), known
       bank.active[:, s] = row["state"] == "active"
       for name in ("retrieved", "helpful", "harmful"):
         getattr(bank, name)[:, s] = row[name]
       if event["event"] == "admit":
         admitted += 1
         evicted += _evict(bank, net, immune, capacity, spare=s)
+      known += 1
     sizes["active"].append(bank.active.sum(1))
     sizes["admitted"].append(admitted)
     sizes["retired"].append(retired.copy())
@@ -286,32 +286,40 @@ class _Counters:
     return np.round(self.helpful.astype(np.float64) - self.harmful, 3)
 
 
-def _credit(bank, events, column, order) -> None:
+def _credit(bank: _Counters, events: History, order) -> None:
   """Counts an iteration's outcomes, in every draw by its own order."""
-  events = [event for event in events if event["event"] == "credit"]
-  if not events:
+  credits = [event for event in events if event["event"] == "credit"]
+  if not credits:
     return
-  if any("usage" not in event for event in events):
+  ranked = [e["ranked"] for e in events if e["event"] == "rank"]
+  if not ranked or any("usage" not in event for event in credits):
     raise ValueError(
-      "The history is of an older version: it does not hold the credit of each "
-      "question, which the null curve permutes."
+      f"The history holds no rankings of iteration {credits[0]['iteration']}, "
+      "or not the credit of each question: it is of an older version, and has "
+      "no null curve."
     )
-  outcome = {
-    question: pair
-    for event in events
+  pairs = [
+    (question, pair)
+    for event in credits
     for question, pair in zip(event["questions"], event["usage"], strict=True)
-  }
-  place = {question: q for q, question in enumerate(sorted(outcome))}
-  usage = np.array([outcome[question] for question in place], np.float64)
-  dealt = usage[order(len(place), events[0]["iteration"])]  # [N, Q, 2]
-  for event in events:
-    s = column[event["skill"]]
-    asked = [place[question] for question in event["questions"]]
-    alive = bank.active[:, s]
-    more = dealt[alive][:, asked].sum(1)
-    bank.retrieved[alive, s] += len(asked)
-    bank.helpful[alive, s] += more[:, 0].astype(np.float32)
-    bank.harmful[alive, s] += more[:, 1].astype(np.float32)
+  ]
+  outcome, shown = dict(pairs), collections.Counter(q for q, _ in pairs)
+  asked = sorted(outcome)
+  usage = np.array([outcome[question] for question in asked], np.float64)
+  dealt = usage[order(len(asked), credits[0]["iteration"])]  # [N, Q, 2]
+  rows = [ranked[0][question] for question in asked]
+  table = np.full((len(rows), max(map(len, rows), default=0)), -1)
+  for q, row in enumerate(rows):
+    table[q, : len(row)] = row
+  alive = bank.active[:, table] & (table >= 0)  # [N, Q, R]
+  most = np.array([shown[question] for question in asked])
+  n, q, r = np.nonzero(alive & (alive.cumsum(2) <= most[:, None]))
+  place = n, table[q, r]
+  np.add.at(bank.retrieved, place, 1)
+  for side, counter in enumerate((bank.helpful, bank.harmful)):
+    more = np.zeros(counter.shape)
+    np.add.at(more, place, dealt[n, q, side])
+    counter += more.astype(np.float32)
 
 
 def _evict(bank, net, immune, capacity, spare) -> Int[np.ndarray, " N"]:
@@ -326,12 +334,12 @@ def _evict(bank, net, immune, capacity, spare) -> Int[np.ndarray, " N"]:
   return evicted
 
 
-def plot(run: Curves, null: Curves, path: str | Path) -> None:
+def plot(run: Curves, null: Curves | None, path: str | Path) -> None:
   """Draws a run's curves beside the null curve's mean and 90 % of its draws.
 
   Args:
     run: curves of the run.
-    null: of the replays, for the same iterations.
+    null: of the replays, for the same iterations; None draws the run alone.
     path: of the PNG.
   """
   # Here, since it takes a second: nothing else of the package draws.
@@ -343,10 +351,13 @@ def plot(run: Curves, null: Curves, path: str | Path) -> None:
     (above, "active", "tab:blue"),
     (below, "retired", "tab:red"),
   ):
-    low, high = np.percentile(getattr(null, name), (5, 95), axis=0)
-    mean = getattr(null, name).mean(0)
-    axes.fill_between(null.iterations, low, high, color="0.85")
-    axes.plot(null.iterations, mean, "--", color="0.5", label=f"{name}, null")
+    if null is not None:
+      draws = getattr(null, name)
+      low, high = np.percentile(draws, (5, 95), axis=0)
+      axes.fill_between(null.iterations, low, high, color="0.85")
+      axes.plot(
+        null.iterations, draws.mean(0), "--", color="0.5", label=f"{name}, null"
+      )
     axes.plot(run.iterations, getattr(run, name), color=colour, label=name)
   below.plot(run.iterations, run.admitted, color="tab:green", label="admitted")
   above.set_ylabel("skills")

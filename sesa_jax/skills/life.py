@@ -16,6 +16,7 @@ import rich.markup
 import rich.rule
 import rich.table
 import rich.text
+from absl import logging
 
 from sesa_jax import metrics
 from sesa_jax.skills import compare, history, markdown
@@ -265,16 +266,20 @@ def plot_run(workdir: str | Path) -> Path | None:
     (row["iteration"] for row in folder.read("metrics.jsonl")), default=0
   )
   path = folder.path / PLOT
-  history.plot(
-    history.curves(events, last),
-    history.null_curves(
+  null = None
+  if any(event["event"] == "rank" for event in events):
+    null = history.null_curves(
       events,
       capacity=config["bank"]["capacity"],
       retire_after=config["bank"]["retire_after"],
       last=last,
-    ),
-    path,
-  )
+    )
+  else:
+    logging.warning(
+      "%s holds no rankings of skills, so that there is no null curve to plot.",
+      workdir,
+    )
+  history.plot(history.curves(events, last), null, path)
   return path
 
 
@@ -337,7 +342,9 @@ def main(
   elif other:
     found = compare.diff(rows, open_bank(other).rows)
     console.print(
-      compare.table(found, f"{place} and {other}") if found else "No difference."
+      compare.table(found, f"{place} and {other}")
+      if found
+      else "No difference."
     )
   elif skill:
     console.print(story(source, skill))
