@@ -16,7 +16,7 @@ demo: assets
 	$(PY) -m sesa_jax.main --config=configs/smollm2_135m.py --workdir=$(WORKDIR)
 
 test: export JAX_PLATFORMS = cpu
-test: assets lint
+test: assets lint $(VENV)/plan
 	$(PY) third_party/fetch.py --set=tokenizers
 	$(PY) -m pytest
 
@@ -44,6 +44,13 @@ $(VENV)/installed: setup.py requirements.txt constraints.txt
 	@echo "Installing into $(VENV): minutes the first time."
 	$(PY) -m pip install --disable-pip-version-check -qq \
 	  --editable '.[dev]' --constraint constraints.txt
+	@touch $@
+
+# Compilers for hardware that is not here: 3 GB that no other command needs.
+$(VENV)/plan: $(VENV)/installed
+	@echo "Installing compilers for TPU and CUDA into $(VENV)."
+	$(PY) -m pip install --disable-pip-version-check -qq \
+	  --editable '.[plan]' --constraint constraints.txt
 	@touch $@
 
 clean:

@@ -6,7 +6,6 @@ A side of `benchmarks.update`, run as `python -m benchmarks.ours_update`.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from benchmarks import lessons as work
 from benchmarks import sides, workload
-from sesa_jax import costs, types
+from sesa_jax import types
 from sesa_jax.learner import learner as learning
 from sesa_jax.policy import attention, backbones, model, sharding
 

@@ -26,6 +26,12 @@ from sesa_jax import types
 # Before jax is imported. An installed libtpu warns, or waits, without a TPU;
 # compiled programs are kept, so that a resumed run begins at once.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Compilers for absent hardware (the extra `plan`) complain that it is absent.
+if sys.platform == "linux" and not any(
+  glob.glob(f"/dev/{name}")
+  for name in ("nvidia*", "nvhost*", "accel*", "vfio/*", "kfd", "dxg")
+):
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR",
   os.path.expanduser(

@@ -68,8 +68,8 @@ def main(console: rich.console.Console | None = None) -> int:
   failed = [check.name for check in checks if not check.passed]
   console.print(
     f"{len(failed)} of {len(checks)} failed: {'; '.join(failed)}. A run on "
-    "this machine would learn from wrong numbers. Try another jax, or "
-    "--config.policy.attention=xla."
+    "this machine would learn from wrong numbers. Try another version of jax, "
+    "or a config with the attention 'xla'."
     if failed
     else f"All {len(checks)} passed."
   )

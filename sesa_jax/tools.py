@@ -179,10 +179,11 @@ def check(config: Any) -> None:
   one_of("engine.cache", config.engine.cache, CACHES)
   _check_ranges(config)
   fsdp, tensor = mesh_sizes(config)
-  sharding.mesh(fsdp, tensor)
+  mesh = sharding.mesh(fsdp, tensor)
   packing.check_rows(config.learner.microbatch_rows, fsdp)
   backbone = weights.check(config.policy.source, locate(config.policy.path))
   sharding.check(backbone, fsdp=fsdp, tensor=tensor)
+  _check_engine(config, backbone, rollout_mesh(config, mesh))
   if slot_tokens(config) > backbone.context:
     raise ValueError(
       f"Episodes of up to {slot_tokens(config)} tokens do not fit into the "
@@ -199,6 +200,28 @@ def check(config: Any) -> None:
       f"{distributed.count()} processes: this version trains on one. Start it "
       "on one host."
     )
+
+
+def rollout_mesh(config: Any, mesh: Mesh) -> Mesh:
+  """Returns the rollout mesh: this host's devices of the training mesh.
+
+  Raises:
+    ValueError: `mesh.rollout_tensor` does not divide them.
+  """
+  own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+  return sharding.rollout_mesh(config.mesh.rollout_tensor, own)
+
+
+def _check_engine(config: Any, backbone: Any, mesh: Mesh) -> None:
+  """Refuses what the engine could not be built with."""
+  sharding.check(backbone, fsdp=1, tensor=mesh.shape["tensor"])
+  engine_lib.layout(
+    model.build(backbone),
+    mesh,
+    steps=config.engine.steps_per_dispatch,
+    ends=1,
+    **engine_sizes(config),
+  )
 
 
 def slot_tokens(config: Any) -> int:
@@ -426,13 +449,11 @@ def assemble(config: Any, texts: Texts) -> World:
       words,
       tokenizer.token_bytes(words),
       tokenizer.end_ids(words),
-      slots=config.engine.slots,
-      length=slot_tokens(config),
-      prefill_chunk=config.engine.prefill_chunk,
+      mesh=rollout_mesh(config, mesh),
       steps_per_dispatch=config.engine.steps_per_dispatch,
       deterministic=config.engine.deterministic,
-      dtype=config.policy.compute_dtype,
       seed=config.seed,
+      **engine_sizes(config),
     ),
     environments={
       role: environment.SearchQA(

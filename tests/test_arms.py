@@ -142,6 +142,24 @@ def test_another_number_of_skills_where_no_three_have_the_length():
   assert (len(drawn["q"]), missed) == (1, 0)
 
 
+def test_a_block_has_other_tokens_than_its_skills():
+  def merged(text):  # as where tokens of several lines become one
+    return words(text) - 3 * text.count("\n") ** 2
+
+  bank = bank_of(authored(60))
+  questions = [question(f"q{i}") for i in range(40)]
+  by_length = sorted(bank.skills[:30], key=lambda s: words(record.rendered(s)))
+  shown = {q.id: by_length[14:17] for q in questions}
+  blocks = {id: record.block(skills) for id, skills in shown.items()}
+  _, texts, missed = arms.placebo(
+    bank, questions, Axes(0), blocks, shown, merged, seed=1
+  )
+  assert missed == 0
+  tokens = merged(blocks["q0"])
+  for text in texts.values():
+    assert abs(merged(text) - tokens) <= 0.1 * tokens
+
+
 def test_nothing_to_draw_from():
   bank = bank_of(authored(1))
   shown, blocks = real(bank, [question("q")], 1)

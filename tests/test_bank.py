@@ -658,6 +658,9 @@ def test_invariants(steps, capacity, rule):
     ids = [record.skill.id for record in after.records]
     assert len(set(ids)) == len(ids)
     assert ids[: len(before.records)] == [r.skill.id for r in before.records]
+    for old, new in zip(before.records, after.records, strict=False):
+      assert new.skill == old.skill
+      assert old.state == "active" or new == old  # nobody comes back
     np.testing.assert_array_equal(
       np.asarray(after.active)[: len(ids)],
       [state == "active" for state in states(after)],

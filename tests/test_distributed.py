@@ -99,7 +99,9 @@ def test_shares_are_a_partition_in_order(items, count):
 
 PROGRAM = """
 import json
+import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sesa_jax import distributed, types
 distributed.initialize()
 distributed.initialize()
@@ -107,18 +109,35 @@ me = distributed.index()
 mine = [{"process": me, "text": "\\u00e9" * me * 500}] * (1 + 2 * me)
 gathered = distributed.gather(mine)
 none = distributed.gather([] if me else [np.float32(0.1), types.Verdict.RIGHT])
+
+def on(devices, shape, names, *spec):
+  grid, auto = np.reshape(devices, shape), (AxisType.Auto,) * len(shape)
+  mesh = Mesh(grid, names, axis_types=auto)
+  return NamedSharding(mesh, PartitionSpec(*spec))
+
+values = np.arange(32.0).reshape(4, 8)
+here = jax.local_devices()[::-1]
+own = on(here, (1, 2), ("data", "tensor"), None, "tensor")
+double = distributed.onto_host_mesh(lambda tree: [2 * tree[0]], [own])
+copies = []
+for devices in (sorted(jax.devices(), key=lambda d: (d.process_index, -d.id)),
+                jax.devices()[::-1]):
+  spread = on(devices, (2, 2), ("fsdp", "tensor"), "fsdp", "tensor")
+  x = jax.make_array_from_callback(values.shape, spread, lambda i: values[i])
+  (copy,) = double([x])
+  copies.append([copy.sharding == own, bool((copy == 2 * values).all())])
 print("SAID", json.dumps(dict(
   index=me, count=distributed.count(), lead=distributed.is_lead(),
   processes=[row["process"] for row in gathered],
   lengths=[len(row["text"]) for row in gathered],
   whole=distributed.gather(distributed.share(list(range(5)))),
   none=[repr(x) for x in none],
-  cpu=distributed.host_cpu().process_index,
+  cpu=distributed.host_cpu().process_index, copies=copies,
 )))
 """
 
 
-def test_two_processes_over_gloo_gather_in_order():
+def test_two_processes_over_gloo():
   with socket.socket() as sock:
     sock.bind(("localhost", 0))
     port = sock.getsockname()[1]
@@ -156,3 +175,5 @@ def test_two_processes_over_gloo_gather_in_order():
     assert one["lengths"] == [0, 500, 500, 500]
     assert one["whole"] == [0, 1, 2, 3, 4]
     assert one["none"] == ["np.float32(0.1)", "<Verdict.RIGHT: 'right'>"]
+    # In the order of the rollout's mesh, and in another.
+    assert one["copies"] == [[True, True], [True, True]]

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import random
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,9 @@ import numpy as np
 import pytest
 
 from sesa_jax import types
-from sesa_jax.engine import sampling
+from sesa_jax.engine import attention, decode, shard
 from sesa_jax.engine import engine as engine_lib
-from sesa_jax.policy import backbones, model
+from sesa_jax.policy import backbones, model, sharding
 
 VOCABULARY = 300
 BACKBONE = dataclasses.replace(backbones.tiny(), vocab_size=VOCABULARY)
@@ -40,21 +42,35 @@ def params():
   return jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, drawn)
 
 
-def make(slots=3, chunk=16, steps=8, deterministic=True, length=160):
-  return engine_lib.Engine(
-    GRAPHDEF,
-    BACKBONE,
-    NoText(),
-    token_bytes(),
-    (END,),
-    slots=slots,
-    length=length,
-    prefill_chunk=chunk,
-    steps_per_dispatch=steps,
-    deterministic=deterministic,
+def make(**changes):
+  """An engine of few pages' size; equal ones share their compiled programs."""
+  chosen = dict(
+    slots=4,
+    length=160,
+    prefill_chunk=16,
+    steps_per_dispatch=8,
+    page_size=16,
+    deterministic=True,
     dtype=jnp.float32,
     seed=SEED,
+    check=True,
   )
+  chosen |= changes
+  backbone = chosen.pop("backbone", BACKBONE)
+  return engine_lib.Engine(
+    model.build(backbone),
+    backbone,
+    NoText(),
+    chosen.pop("token_bytes", token_bytes()),
+    (END,),
+    **chosen,
+  )
+
+
+@pytest.fixture(scope="module")
+def weights(params):
+  """For all engines on one device."""
+  return make().load(params)
 
 
 class Script:
@@ -101,30 +117,33 @@ def requests(temperature, attempts=2, count=4):
   ]
 
 
-def full_forward(params, ids):
-  """Logits [T, V] of a whole sequence, in one pass of the training forward."""
-  size = 192
-  padded = np.zeros((1, size), np.int32)
-  padded[0, : len(ids)] = ids
-  positions = np.arange(size, dtype=np.int32)[None]
-  segments = (positions < len(ids)).astype(np.int32)
+@functools.partial(jax.jit, static_argnums=0)
+def score(graphdef, params, ids, positions, segments):
   hidden = model.hidden(
-    GRAPHDEF,
+    graphdef,
     params,
-    padded,
+    ids,
     positions,
     segments,
     compute_dtype=jnp.float32,
     remat=False,
   )
-  return np.asarray(model.logits(GRAPHDEF, params, hidden)[0, : len(ids)])
+  return model.logits(graphdef, params, hidden)
+
+
+def full_forward(params, ids, graphdef=GRAPHDEF):
+  """Logits [T, V] of a whole sequence, in one pass of the training forward."""
+  padded = np.zeros((1, 192), np.int32)
+  padded[0, : len(ids)] = ids
+  positions = np.arange(192, dtype=np.int32)[None]
+  segments = (positions < len(ids)).astype(np.int32)
+  logits = score(graphdef, params, padded, positions, segments)
+  return np.asarray(logits[0, : len(ids)])
 
 
 def check_draw(episode, place, logprobs, iteration):
   """The id is the one that the key and its position draw, by definition."""
-  key = engine_lib.sampling_key(
-    SEED, iteration, episode.request_id, episode.attempt
-  )
+  key = shard.sampling_key(SEED, iteration, episode.request_id, episode.attempt)
   key = jax.random.wrap_key_data(key, impl="threefry2x32")
   draw = float(jax.random.uniform(jax.random.fold_in(key, place)))
   cumulative = np.cumsum(np.exp(logprobs))
@@ -154,11 +173,9 @@ def check_against_full_forward(params, episode, temperature, iteration=0):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_equals_the_full_forward(params, temperature):
+def test_equals_the_full_forward(params, weights, temperature):
   engine = make()
-  played = engine.play(
-    engine.load(params), requests(temperature), Script(), iteration=0
-  )
+  played = engine.play(weights, requests(temperature), Script(), iteration=0)
   assert len(played.episodes) == 8
   for episode in played.episodes:
     check_against_full_forward(params, episode, temperature)
@@ -167,11 +184,9 @@ def test_equals_the_full_forward(params, temperature):
   assert metrics["tokens/shared"] > 0
 
 
-def test_turns_cover_the_episode(params):
+def test_turns_cover_the_episode(weights):
   engine = make()
-  played = engine.play(
-    engine.load(params), requests(1.0), Script(), iteration=0
-  )
+  played = engine.play(weights, requests(1.0), Script(), iteration=0)
   for episode in played.episodes:
     mask = np.zeros(len(episode.ids), bool)
     at = episode.prompt_length
@@ -192,44 +207,234 @@ def same(a, b):
   )
 
 
-def test_two_runs_are_byte_equal_and_threads_change_nothing(params):
+def check_near(some, others):
+  """The same ids, by episode, and logprobs but for numerics."""
+  match = {(e.request_id, e.attempt): e for e in others}
+  assert len(match) == len(others) == len(some)
+  for episode in some:
+    other = match[episode.request_id, episode.attempt]
+    assert episode.ids.tolist() == other.ids.tolist()
+    np.testing.assert_allclose(episode.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_two_runs_are_byte_equal_and_threads_change_nothing(weights):
   engine = make()
-  weights = engine.load(params)
   first = engine.play(weights, requests(1.0), Script(), iteration=0)
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     second = engine.play(weights, requests(1.0), Script(pool), iteration=0)
   for a, b in zip(first.episodes, second.episodes, strict=True):
     assert same(a, b)
+  counts = [
+    {
+      name: value
+      for name, value in played.metrics.items()
+      if not name.startswith(("seconds", "tokens_per_second"))
+    }
+    for played in (first, second)
+  ]
+  assert counts[0] == counts[1]
+  assert len(counts[0]) > 10
 
 
-def test_an_episode_depends_on_its_key_alone(params):
-  """Other slots, chunks, steps and neighbours: the same ids."""
-  few, many = make(), make(slots=5, chunk=32, steps=3, deterministic=False)
-  a = few.play(few.load(params), requests(1.0), Script(), iteration=0)
+def test_an_episode_depends_on_its_key_alone(weights):
+  """Other slots, batches, pages, steps and neighbours: the same ids."""
+  few = make()
+  many = make(
+    slots=5,
+    prefill_chunk=64,  # and batches of 16
+    steps_per_dispatch=3,
+    page_size=32,
+    deterministic=False,
+  )
+  a = few.play(weights, requests(1.0), Script(), iteration=0)
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    b = many.play(
-      many.load(params), requests(1.0)[::-1], Script(pool), iteration=0
+    b = many.play(weights, requests(1.0)[::-1], Script(pool), iteration=0)
+  check_near(a.episodes, b.episodes)
+
+
+class Late(Script):
+  """Answers from threads: some at once, some late, not in order."""
+
+  def respond(self, pause):
+    reply = super().respond(pause)
+    rng = random.Random(f"{pause.attempt}{pause.request_id}{pause.turn}")
+    wait = rng.choice((0, 0, 0.01, 0.05))
+    if wait == 0 and rng.random() < 0.5:
+      return reply.result()
+    return self.pool.submit(lambda: (time.sleep(wait), reply.result())[1])
+
+
+def test_tools_may_answer_late_and_out_of_order(weights):
+  asked = requests(1.0, attempts=3)
+  usual = make().play(weights, asked, Script(), iteration=0)
+  script = Late(concurrent.futures.ThreadPoolExecutor(8))
+  with script.pool:
+    played = make(deterministic=False).play(weights, asked, script, iteration=0)
+  check_near(played.episodes, usual.episodes)
+  assert played.metrics["seconds/tool_wait"] > 0
+
+
+def test_a_tool_that_fails_ends_the_play(weights):
+  class Failing(Script):
+    def respond(self, pause):
+      future = concurrent.futures.Future()
+      future.set_exception(OSError("the disk is gone"))
+      return future
+
+  with pytest.raises(OSError, match="the disk is gone"):
+    make().play(weights, requests(1.0), Failing(), iteration=0)
+
+
+# --- pages -----------------------------------------------------------------
+
+
+def test_attempts_share_their_prompt(weights):
+  """It is computed once, also for attempts that find no slot at first."""
+
+  class Once(Script):
+    def respond(self, pause):
+      return types.Reply("finish", finish="answer")
+
+  asked = [
+    dataclasses.replace(request, prompt_ids=(7,) * size, attempts=attempts)
+    for request, size, attempts in zip(
+      requests(1.0), (40, 33, 1, 5), (6, 3, 2, 1), strict=True
     )
-  other = {(e.request_id, e.attempt): e for e in b.episodes}
-  for episode in a.episodes:
-    match = other[episode.request_id, episode.attempt]
-    assert episode.ids.tolist() == match.ids.tolist()
-    np.testing.assert_allclose(episode.logprobs, match.logprobs, atol=1e-4)
+  ]
+  played = make().play(weights, asked, Once(), iteration=0)
+  # The last id of a prompt is decoded.
+  assert played.metrics["tokens/prefilled"] == 39 + 32 + 0 + 4
+  assert played.metrics["tokens/shared"] == 5 * 39 + 2 * 32
+  assert played.metrics["tokens/recomputed"] == 0
 
 
-def test_iterations_and_attempts_draw_differently(params):
+@pytest.fixture(scope="module")
+def yielded():
+  """Notes who yields, and that nobody older than all others does."""
+  found = []
+  plain = shard.Shard._yield
+
+  def noting(self, playing):
+    residents = self.residents()
+    assert playing is max(residents, key=lambda p: p.age)
+    assert len(residents) > 1
+    found.append(playing.age)
+    plain(self, playing)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(shard.Shard, "_yield", noting)
+    yield found
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_starved_pool_changes_no_token(weights, yielded, late):
+  """Eight pages, which is what one episode needs at its longest."""
+  asked = requests(1.0, attempts=3)
+  usual = make().play(weights, asked, Script(), iteration=0)
+  engine = make(pages=9, deterministic=not late)
+  yielded.clear()
+  if late:
+    script = Late(concurrent.futures.ThreadPoolExecutor(8))
+    with script.pool:
+      played = engine.play(weights, asked, script, iteration=0)
+  else:
+    script = Script()
+    played = engine.play(weights, asked, script, iteration=0)
+  check_near(played.episodes, usual.episodes)
+  assert played.metrics["preempted"] == len(yielded) > 0
+  assert usual.metrics["preempted"] == usual.metrics["tokens/recomputed"] == 0
+  # All that was computed beyond the usual had been computed before.
+  again = played.metrics["tokens/recomputed"]
+  assert again > 0
+  assert played.metrics["tokens/prefilled"] - again == (
+    usual.metrics["tokens/prefilled"]
+  )
+  # No tool is asked twice.
+  calls = [(p.request_id, p.attempt, p.turn, len(p.ids)) for p in script.pauses]
+  assert len(set(calls)) == len(calls)
+
+
+def test_a_request_that_no_pool_holds_is_an_error(weights):
+  engine = make(pages=8)
+  with pytest.raises(ValueError, match="120 tokens, 8 pages of 16.*has 7"):
+    engine.play(weights, requests(1.0), Script(), iteration=0)
+  with pytest.raises(ValueError, match="at least 9 .*or lower .* to 113"):
+    engine.play(weights, requests(1.0), Script(), iteration=0)
+
+
+# --- sampling --------------------------------------------------------------
+
+
+def test_padding_of_the_vocabulary_is_never_drawn(weights):
+  """At this temperature a draw is all but uniform; 212 of 512 are padding."""
   engine = make()
-  weights = engine.load(params)
+  assert weights["embed"]["embedding"].shape[0] == 512
+  asked = requests(50.0, attempts=4)
+  played = engine.play(weights, asked, Script(), iteration=0)
+  drawn = np.concatenate([e.ids[e.mask] for e in played.episodes])
+  assert 250 < drawn.max() < VOCABULARY
+  logprobs = np.concatenate([e.logprobs[e.mask] for e in played.episodes])
+  assert abs(logprobs.mean() + np.log(VOCABULARY)) < 0.1
+
+
+def test_cut_offs_are_for_those_who_ask(params, weights):
+  """The likeliest id alone is what greedy takes; others draw as ever."""
+  engine = make()
+  plain = requests(1.0)
+  cut = [
+    dataclasses.replace(
+      request, sampling=types.Sampling(1.0, **how), id=request.id + "!"
+    )
+    for request, how in zip(
+      plain,
+      (dict(top_k=1), dict(top_p=1e-6), dict(top_k=9), dict(top_p=0.5)),
+      strict=True,
+    )
+  ]
+  script = Script()
+  played = engine.play(weights, plain + cut, script, iteration=0)
+  usual = engine.play(weights, plain, Script(), iteration=0)
+  size = len(usual.episodes)
+  check_near(played.episodes[:size], usual.episodes)
+  ranks = {}
+  for episode in played.episodes[size:]:
+    logits = full_forward(params, episode.ids)
+    logprobs = np.asarray(jax.nn.log_softmax(logits))
+    for place in np.flatnonzero(episode.mask):
+      token, before = episode.ids[place], logprobs[place - 1]
+      assert episode.logprobs[place] == pytest.approx(before[token], abs=1e-4)
+      rank = int((before > before[token]).sum())
+      likelier = float(np.exp(before[before > before[token]]).sum())
+      found = ranks.setdefault(episode.request_id, [])
+      found.append((rank, likelier))
+  assert max(rank for rank, _ in ranks["r0!"] + ranks["r1!"]) == 0
+  assert 0 < max(rank for rank, _ in ranks["r2!"]) < 9
+  assert 0.1 < max(likelier for _, likelier in ranks["r3!"]) < 0.5
+
+
+@pytest.mark.parametrize(
+  "how", [dict(temperature=-1.0), dict(top_p=0.0), dict(top_p=1.5)]
+)
+def test_sampling_that_there_is_not_is_an_error(weights, how):
+  asked = dataclasses.replace(requests(1.0)[0], sampling=types.Sampling(**how))
+  with pytest.raises(ValueError, match="'r0' asks for Sampling"):
+    make().play(weights, [asked], Script(), iteration=0)
+
+
+# --- episodes --------------------------------------------------------------
+
+
+def test_iterations_and_attempts_draw_differently(weights):
+  engine = make()
   one = engine.play(weights, requests(1.0), Script(), iteration=0).episodes
   two = engine.play(weights, requests(1.0), Script(), iteration=1).episodes
   assert one[0].ids.tolist() != two[0].ids.tolist()
   assert one[0].ids.tolist() != one[1].ids.tolist()
 
 
-def test_go_on_samples_on_in_the_same_turn(params):
+def test_go_on_samples_on_in_the_same_turn(params, weights):
   """Stop strings that mean nothing leave no trace in ids or logprobs."""
   engine = make()
-  weights = engine.load(params)
   script = Script(ignore_stops=True)
   played = engine.play(weights, requests(1.0, count=8), script, iteration=0)
   assert any(pause.reason == "stop" for pause in script.pauses)
@@ -257,31 +462,18 @@ def stop_heavy(pause_log, go_on, stop):
 @pytest.mark.parametrize("stop", ["qz", "qq"])
 @pytest.mark.parametrize("go_on", [False, True])
 def test_pauses_are_where_text_search_finds_the_stop_string(
-  params, stop, go_on
+  params, weights, stop, go_on
 ):
   """Also over turns: an observation between two halves does not join them."""
   heavy = [b"q"] * 140 + [b"z"] * 140 + [b""] * 20
-  engine = engine_lib.Engine(
-    GRAPHDEF,
-    BACKBONE,
-    NoText(),
-    heavy,
-    (END,),
-    slots=4,
-    length=160,
-    prefill_chunk=16,
-    steps_per_dispatch=8,
-    deterministic=True,
-    dtype=jnp.float32,
-    seed=SEED,
-  )
+  engine = make(token_bytes=heavy)
   log = []
   asked = [
     dataclasses.replace(r, limits=types.Limits(6, 150, 9))
     for r in requests(1.0, attempts=4)
   ]
   played = engine.play(
-    engine.load(params), asked, stop_heavy(log, go_on, stop), iteration=1
+    weights, asked, stop_heavy(log, go_on, stop), iteration=1
   )
   found = {
     (p.request_id, p.attempt, p.turn, len(p.ids))
@@ -300,84 +492,43 @@ def test_pauses_are_where_text_search_finds_the_stop_string(
   assert found == expected
 
 
-def test_limits_end_turns_and_episodes(params):
+def test_limits_end_turns_and_episodes(weights):
   engine = make()
   script = Script()
-  played = engine.play(
-    engine.load(params), requests(1.0, count=8), script, iteration=0
-  )
+  played = engine.play(weights, requests(1.0, count=8), script, iteration=0)
   for pause in script.pauses:
     assert len(pause.ids) <= 9
     assert (pause.reason == "turn_tokens") <= (len(pause.ids) == 9)
   assert all(len(e.ids) <= 120 for e in played.episodes)
 
 
-def test_an_end_token_pauses(params):
-  engine = make(slots=2)
+def test_an_end_token_pauses(weights):
+  engine = make()
   script = Script()
-  engine.play(engine.load(params), requests(1.0, count=24), script, iteration=3)
+  engine.play(weights, requests(1.0, count=24), script, iteration=3)
   ends = [p for p in script.pauses if p.ids and p.ids[-1] == END]
   assert ends
   assert all(p.reason == "eos" for p in ends)
   assert all(END not in p.ids[:-1] for p in script.pauses)
 
 
-def test_a_request_that_cannot_fit_is_an_error(params):
+def test_a_request_that_cannot_fit_is_an_error(weights):
   engine = make(length=40)
   request = dataclasses.replace(requests(1.0)[0], prompt_ids=(1,) * 40)
   with pytest.raises(ValueError, match="prompt of 40 tokens.*holds 40"):
-    engine.play(engine.load(params), [request], Script(), iteration=0)
+    engine.play(weights, [request], Script(), iteration=0)
 
 
-def test_two_requests_of_one_id_are_an_error(params):
+def test_two_requests_of_one_id_are_an_error(weights):
   engine = make()
   request = requests(1.0)[0]
   with pytest.raises(ValueError, match="share an id.*r0"):
-    engine.play(engine.load(params), [request] * 2, Script(), iteration=0)
+    engine.play(weights, [request] * 2, Script(), iteration=0)
 
 
-def test_sample_follows_the_distribution():
-  logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
-  logits = np.pad(logits, (0, 600), constant_values=-np.inf)[None]
-  rows = 4000
-  keys = np.stack([engine_lib.sampling_key(0, 0, "q", i) for i in range(rows)])
-  ids, logprobs = jax.jit(sampling.sample)(
-    jnp.repeat(logits, rows, 0),
-    keys,
-    jnp.zeros(rows, jnp.int32),
-    jnp.full(rows, 0.5, jnp.float32),
-  )
-  # At temperature 1/2 probabilities go with their squares.
-  expected = np.array([16, 4, 1, 1]) / 22
-  seen = np.bincount(np.asarray(ids), minlength=4)
-  assert len(seen) == 4
-  sigma = np.sqrt(expected * (1 - expected) / rows)
-  assert (abs(seen / rows - expected) < 4 * sigma).all()
-  np.testing.assert_allclose(
-    logprobs, np.log(expected)[np.asarray(ids)], atol=1e-5
-  )
-
-
-def test_sample_equals_a_plain_inverse_cdf():
-  """One level of cumulative sums in float64 picks the same id."""
-  rng = np.random.default_rng(0)
-  logits = rng.normal(size=(64, 1000)).astype(np.float32) * 3
-  keys = rng.integers(0, 2**32, (64, 2), np.uint32)
-  positions = np.arange(64, dtype=np.int32)
-  ids, _ = jax.jit(sampling.sample)(
-    logits, keys, positions, jnp.ones(64, jnp.float32)
-  )
-  for row in range(64):
-    key = jax.random.wrap_key_data(keys[row], impl="threefry2x32")
-    draw = float(jax.random.uniform(jax.random.fold_in(key, positions[row])))
-    p = np.exp(logits[row].astype(np.float64))
-    cumulative = np.cumsum(p / p.sum())
-    expected = int(np.searchsorted(cumulative, draw, side="right"))
-    near = abs(cumulative - draw).min() < 1e-5
-    assert near or int(ids[row]) == expected
-
-
-def test_a_stop_string_that_meant_nothing_at_a_limit_ends_the_turn(params):
+def test_a_stop_string_that_meant_nothing_at_a_limit_ends_the_turn(
+  params, weights
+):
   """Going on would sample one id more than the limit."""
   engine = make()
   script = Script(ignore_stops=True)
@@ -392,7 +543,7 @@ def test_a_stop_string_that_meant_nothing_at_a_limit_ends_the_turn(params):
       for r in requests(1.0, attempts=6, count=4)
     ]
   ]
-  played = engine.play(engine.load(params), requests_, script, iteration=5)
+  played = engine.play(weights, requests_, script, iteration=5)
   limits = {r.id: r.limits for r in requests_}
   hit = 0
   for episode in played.episodes:
@@ -402,3 +553,124 @@ def test_a_stop_string_that_meant_nothing_at_a_limit_ends_the_turn(params):
       assert turn.end - turn.start <= limit.turn_tokens
     hit += episode.finish in ("turn_tokens", "episode_tokens")
   assert hit
+
+
+def test_a_reply_may_limit_the_next_turn(weights):
+  """And that one alone: the turn after it has the request's limit again."""
+
+  class Limiting(Script):
+    def respond(self, pause):
+      self.pauses.append(pause)
+      if pause.turn == 3 or pause.reason == "episode_tokens":
+        return types.Reply("finish", finish="answer")
+      return types.Reply(
+        "append", (1, 2), turn_tokens=4 if pause.turn == 0 else None
+      )
+
+  script = Limiting()
+  make().play(weights, requests(1.0, count=8), script, iteration=0)
+  longest = {
+    turn: max(len(p.ids) for p in script.pauses if p.turn == turn)
+    for turn in range(4)
+  }
+  assert longest == {0: 9, 1: 4, 2: 9, 3: 9}
+  for pause in script.pauses:
+    limit = 4 if pause.turn == 1 else 9
+    assert (pause.reason == "turn_tokens") <= (len(pause.ids) == limit)
+
+
+def test_nothing_to_play(weights):
+  assert make().play(weights, [], Script(), iteration=0).episodes == ()
+
+
+def test_the_probe_plays_the_weights_it_is_given(params, weights):
+  engine = make()
+  probed = engine.probe(weights)
+  assert len({tuple(e.ids[: e.prompt_length]) for e in probed}) == 1
+  assert all(e.mask.any() for e in probed)
+  for episode in probed:
+    logits = full_forward(params, episode.ids)
+    logprobs = np.asarray(jax.nn.log_softmax(logits))
+    for place in np.flatnonzero(episode.mask):
+      assert episode.logprobs[place] == pytest.approx(
+        logprobs[place - 1, episode.ids[place]], abs=1e-4
+      )
+
+
+# --- meshes and kinds of attention -----------------------------------------
+
+WIDE = dataclasses.replace(BACKBONE, heads=8, kv_heads=8, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def alone():
+  """A model that 8 devices can cut, and what one device makes of it."""
+  drawn = jax.jit(model.init, static_argnums=0)(WIDE, jax.random.key(5))
+  drawn = jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, drawn)
+  engine = make(backbone=WIDE, slots=8)
+  played = engine.play(
+    engine.load(drawn), requests(1.0, attempts=3), Script(), iteration=0
+  )
+  return drawn, played
+
+
+@pytest.mark.parametrize(
+  "tensor",
+  [
+    2,
+    pytest.param(1, marks=pytest.mark.slow),
+    pytest.param(4, marks=pytest.mark.slow),
+    pytest.param(8, marks=pytest.mark.slow),
+  ],
+)
+def test_a_mesh_changes_no_token(alone, tensor):
+  """8 devices: 8 / tensor data shards, each cut over tensor."""
+  drawn, usual = alone
+  mesh = sharding.rollout_mesh(tensor, jax.devices())
+  engine = make(backbone=WIDE, slots=8, mesh=mesh)
+  training = sharding.mesh(4, 2)
+  spread = jax.device_put(drawn, sharding.shardings(training, drawn))
+  weights = engine.load(spread)
+  up = weights["layers"][0]["up"]["kernel"]
+  assert up.sharding.shard_shape(up.shape) == (64, 128 // tensor)
+  asked = requests(1.0, attempts=3)
+  played = engine.play(weights, asked, Script(), iteration=0)
+  check_near(played.episodes, usual.episodes)
+  # Attempts of a request are on one data shard: they share their prompt.
+  for name in ("tokens/sampled", "tokens/shared", "tokens/prefilled"):
+    assert played.metrics[name] == usual.metrics[name]
+  assert len(engine.probe(weights)) == 2 * 8 // tensor
+
+
+def test_slots_divide_over_data_shards():
+  mesh = sharding.rollout_mesh(2, jax.devices())
+  for slots, way_out in ((6, "4 or 8"), (0, "4 or 8"), (9, "8 or 12")):
+    with pytest.raises(ValueError, match=f"4 data shards .*: {way_out}"):
+      make(slots=slots, mesh=mesh)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "cudnn_contiguous"])
+def test_kinds_of_a_gpu(params, weights, name, monkeypatch):
+  """One row a prefill batch; contiguous rows own their pages, and share none.
+
+  By the compiler's attention in the place of cuDNN's.
+  """
+  kind = attention.cudnn(name == "cudnn_contiguous", implementation="xla")
+  monkeypatch.setitem(attention.KINDS, name, kind)
+  monkeypatch.setattr(attention, "resolve", lambda kind, *_: kind)
+  engine = make(attention=name)
+  played = engine.play(
+    weights, requests(1.0, attempts=3), Script(), iteration=0
+  )
+  for episode in played.episodes:
+    check_against_full_forward(params, episode, 1.0)
+  assert (played.metrics["tokens/shared"] == 0) == engine.layout.contiguous
+  decode.programs.cache_clear()  # they hold the other attention
+
+
+def test_a_late_start_compiles_smaller_batches():
+  """On a CPU a decode loop has as many rows as run, or a few more."""
+  sizes = make(slots=64, prefill_chunk=512).layout
+  assert sizes.rows == (8, 16, 32, 64)
+  assert sizes.prefill_tokens == (128, 512)
+  assert make(slots=12).layout.rows == (12,)

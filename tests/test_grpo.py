@@ -1,5 +1,7 @@
 import itertools
+import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,10 @@ from hypothesis import strategies as st
 from jaxtyping import install_import_hook
 
 with install_import_hook("sesa_jax.learner.grpo", "beartype.beartype"):
-  from sesa_jax.learner import grpo
+  from sesa_jax.learner import grpo, logprobs
 
+MOST = 20  # ids that an episode may sample
 KEYWORDS = dict(
-  ratio="token",
   clip_low=0.2,
   clip_high=0.285,
   kl_coefficient=0.01,
@@ -114,132 +116,325 @@ def test_a_group_of_one_is_no_baseline():
 
 # --- the loss ---------------------------------------------------------------
 
+PER_TOKEN = ("new", "old", "engine", "reference", "entropy")
+
 
 def tokens(seed, rows=4, length=9, spread=0.7):
-  """Random logprobs, advantages and ragged masks."""
+  """Random numbers of tokens, ragged masks, 0 to 3 episodes in a row."""
   rng = np.random.default_rng(seed)
-  logprobs = rng.normal(-2, spread, (5, rows, length))
-  mask = rng.random((rows, length)) < 0.6
-  mask[:, 1] = True
-  mask[-1] = seed % 2 == 0  # a row that only fills the batch, at times
-  counts = np.maximum(mask.sum(1, keepdims=True), 1)
-  advantages = np.broadcast_to(rng.normal(0, 1, (rows, 1)), mask.shape)
+  segments = np.sort(rng.integers(1, 4, (rows, length)), axis=1)
+  ends = rng.integers(length // 2, length + 1, (rows, 1))
+  segments = np.where(np.arange(length) < ends, segments, 0)
+  mask = (rng.random((rows, length)) < 0.6) & (segments > 0)
+  mask[-1] &= seed % 2 == 0  # a row that only fills the batch, at times
+  worth = rng.normal(0, 1, (rows, 4))
   return dict(
-    zip(
-      ("new", "old", "engine", "reference", "entropy"),
-      np.float32(logprobs),
-      strict=True,
-    ),
-    advantages=np.float32(advantages),
-    weights=np.float32(mask / counts),
-    shares=np.float32(mask / counts),
+    zip(PER_TOKEN, rng.normal(-2, spread, (5, rows, length)), strict=True),
+    advantages=np.take_along_axis(worth, segments, axis=1),
     mask=mask,
-    segments=np.ones(mask.shape, np.int32),
+    segments=segments.astype(np.int32),
   )
 
 
-def run(values, **changes):
-  return grpo.policy_loss(
-    *(jnp.asarray(value) for value in values.values()), **(KEYWORDS | changes)
+def run(values, name="grpo", **changes):
+  """Calls `policy_loss` as the learner does, with the precision of x64."""
+  loss = grpo.LOSSES[name]
+  counts = np.zeros(values["mask"].shape)
+  for row, segment in itertools.product(range(len(counts)), range(1, 4)):
+    own = values["segments"][row] == segment
+    counts[row][own] = max(1, (own & values["mask"][row]).sum())
+  # Weights outside the mask must not matter.
+  weights, shares = (
+    np.vectorize(lambda n, f=f: f(n, MOST) if n else 9.0, otypes=[float])(
+      counts
+    )
+    for f in (loss.weight, loss.share)
   )
+  with jax.enable_x64(True):
+    return grpo.policy_loss(
+      *(jnp.asarray(values[name]) for name in (*PER_TOKEN, "advantages")),
+      jnp.asarray(weights),
+      jnp.asarray(shares),
+      jnp.asarray(values["mask"]),
+      jnp.asarray(values["segments"]),
+      ratio=loss.ratio,
+      **(KEYWORDS | changes),
+    )
 
 
 def clamp(x):
   return max(-20.0, min(20.0, x))
 
 
-def naive(values, low, high, beta, cap):
-  """The definition, token by token: mean over episodes of token means."""
-  v = {name: np.float64(value) for name, value in values.items()}
+def naive(values, name, low=0.2, high=0.285, beta=0.01, eta=0.0, cap=2.0):
+  """The definitions, token by token in Python's floats."""
   episodes, every = [], []
-  for row in range(v["new"].shape[0]):
+  for row, segment in itertools.product(range(len(values["mask"])), (1, 2, 3)):
+    places = [
+      t
+      for t, mine in enumerate(values["segments"][row])
+      if mine == segment and values["mask"][row, t]
+    ]
+    new, old, engine, reference, entropy, advantage = (
+      [float(values[of][row, t]) for t in places]
+      for of in (*PER_TOKEN, "advantages")
+    )
+    changes = [n - o for n, o in zip(new, old, strict=True)]
+    if name == "gspo":
+      changes = [sum(changes) / len(changes) for _ in changes]
     losses = []
-    for t in range(v["new"].shape[1]):
-      if not values["mask"][row, t]:
-        continue
-      new, old, engine, reference, advantage = (
-        v[name][row, t]
-        for name in ("new", "old", "engine", "reference", "advantages")
-      )
-      ratio = math.exp(clamp(new - old))
-      weight = math.exp(clamp(old - engine))
+    for t in range(len(places)):
+      ratio = math.exp(clamp(changes[t]))
+      weight = math.exp(clamp(old[t] - engine[t]))
       bound = min(max(ratio, 1 - low), 1 + high)
-      d = clamp(reference - new)
+      d = clamp(reference[t] - new[t])
       kl = math.exp(d) - d - 1
-      gain = min(weight, cap) * min(ratio * advantage, bound * advantage)
-      losses.append(-gain + beta * kl)
-      clipped = (advantage > 0 and ratio > 1 + high) or (
-        advantage < 0 and ratio < 1 - low
-      )
-      gap = abs(engine - old)
+      gain = min(ratio * advantage[t], bound * advantage[t])
+      clipped = gain < ratio * advantage[t]
+      if name == "reinforce":
+        gain, clipped = new[t] * advantage[t], False
+      losses.append(-min(weight, cap) * gain + beta * kl - eta * entropy[t])
       every.append(
-        (kl, v["entropy"][row, t], clipped, ratio, min(weight, cap))
-        + (weight > cap, gap)
+        (kl, entropy[t], clipped, ratio, min(weight, cap))
+        + (weight > cap, abs(engine[t] - old[t]))
       )
     if losses:
-      episodes.append(sum(losses) / len(losses))
+      episodes.append(losses)
+  if name == "dapo":
+    loss = np.mean(sum(episodes, []))
+  elif name == "dr_grpo":
+    loss = sum(map(sum, episodes)) / (len(episodes) * MOST)
+  else:
+    loss = np.mean([np.mean(losses) for losses in episodes])
   means = np.mean(np.array(every, float), axis=0)
-  return np.mean(episodes), means, max(row[-1] for row in every)
+  return loss, means, max(row[-1] for row in every)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_loss_and_metrics_equal_the_definition(seed):
+@pytest.mark.parametrize("name", grpo.LOSSES)
+@given(st.integers(0, 10_000))
+def test_losses_and_metrics_equal_their_definitions(name, seed):
   values = tokens(seed)
-  sums = run(values)
-  loss, means, gap = naive(values, 0.2, 0.285, 0.01, 2.0)
-  assert float(sums.loss / sums.weight) == pytest.approx(loss, rel=1e-5)
-  got = [getattr(sums, name) / sums.tokens for name in grpo.Sums._fields[3:10]]
-  np.testing.assert_allclose(got, means, rtol=1e-5)
-  assert float(sums.gap_max) == pytest.approx(gap, rel=1e-5)
-  # The examples reach every branch.
-  assert 0 < means[2] < 1
-  assert 0 < means[5] < 1
+  if not values["mask"].any():
+    return
+  sums = run(values, name, entropy_coefficient=0.03)
+  loss, means, gap = naive(values, name, eta=0.03)
+  assert float(sums.loss / sums.weight) == pytest.approx(loss, rel=1e-9)
+  got = [
+    getattr(sums, field) / sums.tokens for field in grpo.Sums._fields[3:10]
+  ]
+  np.testing.assert_allclose(got, means, rtol=1e-9, atol=1e-12)
+  assert float(sums.gap_max) == pytest.approx(gap, rel=1e-9)
 
 
-def test_gradient_equals_the_slope_of_the_definition():
+def test_the_examples_reach_every_branch():
+  found = [naive(tokens(seed), "grpo")[1] for seed in range(6)]
+  clipped, capped = np.transpose(found)[[2, 5]]
+  assert ((clipped > 0) & (clipped < 1)).all()
+  assert ((capped > 0) & (capped < 1)).all()
+
+
+@pytest.mark.parametrize("name", grpo.LOSSES)
+def test_gradient_equals_the_slope_of_the_definition(name):
   values = tokens(1)
-  values["new"] = np.float64(values["new"])
 
   def loss(new):
-    sums = run(values | {"new": new})
+    sums = run(values | {"new": new}, name)
     return sums.loss / sums.weight
 
-  got = np.array(jax.grad(loss)(jnp.float32(values["new"])))
+  with jax.enable_x64(True):
+    got = np.array(jax.grad(loss)(jnp.asarray(values["new"])))
   step = 1e-6
-  for place in itertools.product(range(4), range(9)):
+  for place in np.ndindex(got.shape):
     above, below = (dict(values, new=values["new"].copy()) for _ in range(2))
     above["new"][place] += step
     below["new"][place] -= step
-    args = 0.2, 0.285, 0.01, 2.0
-    slope = (naive(above, *args)[0] - naive(below, *args)[0]) / (2 * step)
-    assert got[place] == pytest.approx(slope, rel=1e-3, abs=1e-6)
+    slope = (naive(above, name)[0] - naive(below, name)[0]) / (2 * step)
+    assert got[place] == pytest.approx(slope, rel=1e-5, abs=1e-8)
+  assert (got != 0).any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo"])
+def test_equals_trl(name):
+  """On numbers that `trl_losses.py` gave to TRL's own trainer."""
+  path = Path(__file__).with_name("trl_losses.json")
+  found = json.loads(path.read_text())
+  values = {key: np.array(x) for key, x in found["values"].items()}
+  mask = values["mask"] > 0
+  loss, counts = grpo.LOSSES[name], mask.sum(1)
+
+  def ours(new):
+    sums = grpo.policy_loss(
+      new,
+      *(jnp.asarray(values[key]) for key in ("old", "engine", "reference")),
+      jnp.zeros(mask.shape),
+      *(
+        jnp.asarray(np.broadcast_to(np.array(x, float)[:, None], mask.shape))
+        for x in (
+          values["advantages"],
+          [loss.weight(n, found["most_tokens"]) for n in counts],
+          [loss.share(n, found["most_tokens"]) for n in counts],
+        )
+      ),
+      jnp.asarray(mask),
+      jnp.ones(mask.shape, jnp.int32),
+      ratio=loss.ratio,
+      entropy_coefficient=0.0,
+      **found["settings"],
+    )
+    return sums.loss / sums.weight, sums.clipped
+
+  with jax.enable_x64(True):
+    (got, clipped), gradient = jax.value_and_grad(ours, has_aux=True)(
+      jnp.asarray(values["new"])
+    )
+  assert clipped > 0
+  expected = found["losses"][name]
+  assert float(got) == pytest.approx(expected["loss"], rel=1e-12)
+  np.testing.assert_allclose(
+    gradient, expected["gradient"], rtol=1e-9, atol=1e-15
+  )
+
+
+def rows_of(segments, **given):
+  """Tokens that are all sampled and, where not given, have not moved."""
+  shape = np.shape(segments)
+  start = {name: np.full(shape, -1.0) for name in PER_TOKEN}
+  start |= dict(advantages=np.ones(shape), segments=np.int32(segments))
+  start |= {name: np.array(value, float) for name, value in given.items()}
+  return start | dict(mask=start["segments"] > 0)
+
+
+def value(values, name, **changes):
+  sums = run(values, name, **(dict(kl_coefficient=0.0) | changes))
+  return float(sums.loss / sums.weight)
+
+
+def test_what_divides_a_loss_worked_by_hand():
+  # An episode of two ids that is worth 1, one of four that is worth -1, packed.
+  values = rows_of(
+    [[1, 1, 2, 2, 2, 2, 0]], advantages=[[1, 1, -1, -1, -1, -1, 5]]
+  )
+  assert value(values, "grpo") == pytest.approx((-1 + 1) / 2)
+  assert value(values, "dapo") == pytest.approx((-2 + 4) / 6)
+  assert value(values, "dr_grpo") == pytest.approx((-2 + 4) / (2 * MOST))
+  assert value(values, "gspo") == pytest.approx((-1 + 1) / 2)
+  # -log p = 1 for each id.
+  assert value(values, "reinforce") == pytest.approx((1 - 1) / 2)
+
+
+def test_a_group_in_which_all_earned_the_same_still_counts():
+  """Its rows are worth 0: they carry KL, and are a part of the divisor."""
+  worth = advantages([1, 0, 1, 1], [0, 0, 1, 1], epsilon=0.0)
+  assert worth[2:].tolist() == [0, 0]
+  values = rows_of(
+    [[1, 2, 3, 4]],
+    advantages=[[math.sqrt(2), 0, 0, 0]],  # of the second attempt only KL
+    reference=[[-1, -1, -2, -1]],
+  )
+  kl = math.exp(-1) + 1 - 1  # d = -2 - -1
+  for name in "grpo", "dapo":
+    got = value(values, name, kl_coefficient=0.5)
+    assert got == pytest.approx((-math.sqrt(2) + 0.5 * kl) / 4)
+
+
+@pytest.mark.parametrize(
+  ("change", "advantage", "loss", "slope"),
+  [
+    (math.log(1.25), 1, -1.25, -1.25),  # rho A has the gradient rho A
+    (math.log(1.3), 1, -1.285, 0),
+    (math.log(1.3), -1, 1.3, 1.3),  # what grew although it is bad may shrink
+    (math.log(0.75), -1, 0.8, 0),
+    (math.log(0.75), 1, -0.75, -0.75),
+    (math.log(0.85), -1, 0.85, 0.85),
+  ],
+)
+def test_the_clip_worked_by_hand(change, advantage, loss, slope):
+  values = rows_of([[1]], old=[[-1 - change]], advantages=[[advantage]])
+  values["engine"] = values["old"]
+  for name in "grpo", "gspo":
+    assert value(values, name) == pytest.approx(loss)
+    with jax.enable_x64(True):
+      got = jax.grad(
+        lambda new, name=name: run(values | {"new": new}, name).loss
+      )(jnp.asarray(values["new"]))
+    # k3 has no slope where policy and reference agree.
+    assert float(got[0, 0]) == pytest.approx(slope)
+
+
+def test_a_sequence_has_the_ratio_of_its_mean_worked_by_hand():
+  # 56 ids a hundredth below: their sum would be a ratio of 0.57, and clipped.
+  many = rows_of([[1] * 56], old=[[-0.99] * 56], engine=[[-0.99] * 56])
+  assert value(many, "gspo") == pytest.approx(-math.exp(-0.01))
+  assert float(run(many, "gspo").clipped) == 0
+  # Two episodes in a row, and padding that has moved: each its own mean.
+  old = [[-1.3, -0.9, -0.5, -0.7, 7.0]]
+  two = rows_of([[1, 1, 2, 2, 0]], old=old, engine=old)
+  means = math.exp((0.3 - 0.1) / 2), math.exp((-0.5 - 0.3) / 2)
+  assert value(two, "gspo") == pytest.approx(-sum(means) / 2)
+  got = run(two, "gspo")
+  assert float(got.ratio / got.tokens) == pytest.approx(sum(means) / 2)
+
+
+def test_plain_reinforce_knows_no_ratio():
+  values = rows_of([[1, 1]], new=[[-3, -1]], advantages=[[2, 2]])
+  values["old"] = values["engine"] = np.array([[-1.0, -9.0]])
+  # -2 times the mean of -3 and -1: old logprobs, far away, change nothing.
+  assert value(values, "reinforce") == pytest.approx(4)
+  assert float(run(values, "reinforce").clipped) == 0
+  assert float(run(values, "grpo").clipped) == 1
+
+
+def test_the_entropy_bonus_is_taken_from_the_loss():
+  values = rows_of([[1, 1, 2]], entropy=[[2, 4, 9]], advantages=[[0, 0, 0]])
+  got = value(values, "grpo", entropy_coefficient=0.1)
+  assert got == pytest.approx(-0.1 * ((2 + 4) / 2 + 9) / 2)
+  assert value(values, "grpo") == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_gradient_of_hidden_states_equals_the_numerical_one(name):
+  """Loss, KL and entropy bonus together, through softmax and chunks."""
+  rng = np.random.default_rng(0)
+  values, head = tokens(4, rows=2, length=6), rng.normal(size=(7, 3))
+  ids = rng.integers(0, 7, values["mask"].shape)
+  values["mask"][:, 0] = False  # nothing precedes it
+
+  def loss(hidden):
+    new, entropy = logprobs.token_logprobs(
+      lambda h: h @ head.T,
+      hidden,
+      jnp.asarray(ids),
+      jnp.asarray(values["mask"]),
+      temperature=0.7,
+      chunk_tokens=4,
+      entropy_gradient=True,
+    )
+    now = values | dict(new=new, entropy=entropy)
+    return run(now, name, entropy_coefficient=0.3, kl_coefficient=0.2).loss
+
+  hidden = rng.normal(size=(2, 6, 3))
+  with jax.enable_x64(True):
+    compiled = jax.jit(loss)
+    got = jax.jit(jax.grad(loss))(jnp.asarray(hidden))
+    for place in np.ndindex(hidden.shape):
+      step = np.zeros_like(hidden)
+      step[place] = 1e-6
+      slope = (compiled(hidden + step) - compiled(hidden - step)) / 2e-6
+      assert got[place] == pytest.approx(float(slope), rel=1e-6, abs=1e-8)
+  assert (np.abs(got) > 1e-3).any()
 
 
 def test_only_new_logprobs_have_a_gradient_at_an_advantage_of_one():
   # One token, nothing moved: d loss / d new = -A, whatever was clipped.
-  one = jnp.ones((1, 1))
-  gradient = jax.grad(
-    lambda new: (
-      grpo.policy_loss(
-        new,
-        *(-one,) * 3,
-        one,
-        3 * one,
-        one,
-        one,
-        jnp.ones((1, 1), bool),
-        jnp.ones((1, 1), int),
-        **KEYWORDS,
-      ).loss
-    )
-  )(-one)
+  values = rows_of([[1]], advantages=[[3]])
+  gradient = jax.grad(lambda new: run(values | {"new": new}).loss)(
+    jnp.asarray(values["new"])
+  )
   assert float(gradient[0, 0]) == pytest.approx(-3)
 
 
 def test_kl_of_observed_tokens_does_not_count():
   # Sampled [5, 6], observed [7, 8, 9], sampled [10].
-  mask = np.array([[1, 1, 0, 0, 0, 1]], bool)
-
   def d_of(kl):  # solves exp(d) - d - 1 = kl for d > 0
     low, high = 0.0, 10.0
     for _ in range(60):
@@ -247,49 +442,42 @@ def test_kl_of_observed_tokens_does_not_count():
       low, high = (mid, high) if math.exp(mid) - mid - 1 < kl else (low, mid)
     return low
 
-  reference = np.array([[d_of(x) for x in (0.1, 0.1, 9, 9, 9, 0.1)]])
-  zeros = jnp.zeros((1, 6))
-  sums = grpo.policy_loss(
-    *(zeros,) * 3,
-    jnp.float32(reference),
-    zeros,
-    zeros,
-    jnp.float32(mask / 3),
-    jnp.float32(mask / 3),
-    jnp.asarray(mask),
-    jnp.ones((1, 6), int),
-    **KEYWORDS,
-  )
-  assert float(sums.kl / sums.tokens) == pytest.approx(0.1, rel=1e-5)
-  assert float(sums.loss / sums.weight) == pytest.approx(0.001, rel=1e-5)
+  reference = [[d_of(x) - 1 for x in (0.1, 0.1, 9, 9, 9, 0.1)]]
+  values = rows_of([[1] * 6], reference=reference, advantages=[[0] * 6])
+  values["mask"] = np.array([[1, 1, 0, 0, 0, 1]], bool)
+  sums = run(values)
+  assert float(sums.kl / sums.tokens) == pytest.approx(0.1)
+  assert float(sums.loss / sums.weight) == pytest.approx(0.001)
 
 
-def test_splitting_a_batch_does_not_change_the_loss():
-  values = tokens(3)
-  whole = run(values)
+@pytest.mark.parametrize("name", grpo.LOSSES)
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_splitting_a_batch_does_not_change_the_loss(name, cut):
+  values = tokens(2)
+  whole = run(values, name)
   parts = [
-    run({name: value[rows] for name, value in values.items()})
-    for rows in (slice(0, 1), slice(1, 4))
+    run({key: value[rows] for key, value in values.items()}, name)
+    for rows in (slice(0, cut), slice(cut, 4))
   ]
-  joined = grpo.add_sums(*parts)
-  np.testing.assert_allclose(joined, whole, rtol=1e-6)
+  with jax.enable_x64(True):
+    joined = grpo.add_sums(*parts)
+  np.testing.assert_allclose(joined, whole, rtol=1e-12)
   averages = [float(part.loss / part.weight) for part in parts]
   assert abs(np.mean(averages) - float(whole.loss / whole.weight)) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "reinforce"])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
-def test_nothing_outside_the_mask_reaches_loss_or_gradient(garbage):
+def test_nothing_outside_the_mask_reaches_loss_or_gradient(name, garbage):
   values = tokens(2)
   dirty = {
-    name: np.where(values["mask"], value, garbage)
-    if name in ("new", "old", "engine", "reference", "entropy")
-    else value
-    for name, value in values.items()
+    key: np.where(values["mask"], value, garbage) if key in PER_TOKEN else value
+    for key, value in values.items()
   }
 
   def both(v):
-    return jax.value_and_grad(lambda new: run(v | {"new": new}).loss)(
-      jnp.float32(v["new"])
+    return jax.value_and_grad(lambda new: run(v | {"new": new}, name).loss)(
+      jnp.asarray(v["new"])
     )
 
   clean, found = both(values), both(dirty)
@@ -302,10 +490,11 @@ def test_huge_ratios_are_clamped_in_policy_kl_and_importance():
   values["old"] -= 500
   values["reference"] += 500
   values["engine"] -= 1500
-  sums = run(values)
-  assert all(np.isfinite(np.array(sums)))
-  bound = math.exp(20) - 20 - 1
-  assert float(sums.kl / sums.tokens) == pytest.approx(bound, rel=1e-5)
+  for name in grpo.LOSSES:
+    sums = run(values, name)
+    assert all(np.isfinite(np.array(sums)))
+    bound = math.exp(20) - 20 - 1
+    assert float(sums.kl / sums.tokens) == pytest.approx(bound)
 
 
 def test_losses_differ_in_what_divides_a_token():

@@ -511,6 +511,9 @@ class Spy:
     self.loaded.append(params)
     return self.engine.load(params)
 
+  def probe(self, weights):
+    return self.engine.probe(weights)
+
   def play(self, weights, requests, environment, **more):
     self.played.append((weights, requests, environment, more["iteration"]))
     return self.engine.play(weights, requests, environment, **more)

@@ -61,7 +61,8 @@ def version(pin: Requirement) -> str:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_requirement_is_pinned_within_its_range(setup, python):
   pinned = pins(python)
-  wanted = setup["install_requires"] + setup["extras_require"]["dev"]
+  extras = setup["extras_require"]
+  wanted = setup["install_requires"] + extras["dev"] + extras["plan"]
   for requirement in map(Requirement, wanted):
     pin = pinned[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(version(pin)), str(requirement)
@@ -189,5 +190,6 @@ def test_make_test_lints_and_runs_all_tests_on_the_cpu(tmp_path):
   steps = make("-n", "test", f"VENV={tmp_path}").stdout.splitlines()
   for step in ("ruff check .", "ruff format --check .", "pytest"):
     assert f"{tmp_path}/bin/python -m {step}" in steps
+  assert any("--editable '.[plan]'" in step for step in steps)
   assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec make test"
   assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import rich.console
 from jax.sharding import NamedSharding, PartitionSpec
 
-from configs import qwen3_4b, tiny
+from configs import qwen3_0_6b, qwen3_4b, tiny
+from sesa_jax.engine import decode
 from sesa_jax.plan import compiled, hlo, plan, run, tables, targets
 from sesa_jax.policy import backbones, sharding
 
@@ -162,7 +164,7 @@ def here(memory=1e12, devices=1):
 
 
 def changed(**fields):
-  return plan._changed(tiny.get_config(), fields)
+  return plan.changed(tiny.get_config(), fields)
 
 
 def test_phases_by_hand(compile_to):
@@ -381,7 +383,7 @@ def test_weights_need_not_be_here(monkeypatch, tmp_path):
   monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path))
   config = qwen3_4b.get_config()
   assert run.architecture(config) == backbones.published("qwen3_4b")
-  other = plan._changed(config, {"name": "mine"})
+  other = plan.changed(config, {"name": "mine"})
   with pytest.raises(ValueError, match="assets:qwen3-4b.*Unknown backbone"):
     run.architecture(other)
 
@@ -395,3 +397,77 @@ def test_sizes_that_do_not_go_together_are_refused():
     )
   with pytest.raises(ValueError, match="kv_heads = 2"):
     run.read(changed(**{"mesh.rollout_tensor": 4}), here(devices=8), ())
+
+
+# --- programs of absent hardware ---------------------------------------------
+
+BUDGETS = Path(__file__).with_name("budgets.json")
+GROWTH = 1.05
+RENEW = "RENEW_BUDGETS=1 python -m pytest tests/test_plan.py -k budget"
+# Qwen3-0.6B's layers, two of them, and a vocabulary that compiles quickly.
+SMALL = dataclasses.replace(
+  backbones.published("qwen3_0_6b"), layers=2, vocab_size=8192
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+  ("name", "training", "rollout"),
+  [("v5e:2x2", "splash", "ragged_paged"), ("a100:8", "cudnn", "cudnn")],
+)
+def test_memory_stays_in_its_budget(name, training, rollout):
+  """One config on a TPU and on A100: kernels, aliasing, bytes of a device."""
+  target = targets.find(name)
+  changes = {
+    "challenger.episode_tokens": 1024,
+    "solver.episode_tokens": 1024,
+    "verifier.max_tokens": 1024,
+    "learner.microbatch_rows": 16,
+    "engine.pages": 2048,
+  }
+  config = plan.changed(qwen3_0_6b.get_config(), changes)
+  found = run.read(config, target, changes, SMALL)
+  learner, layout = found.learners["solver"], found.layout
+  rows = learner.arguments(found.lengths["solver"])
+  pages = decode.arguments(layout)
+  cases = {
+    "accumulate": (learner.programs.accumulate, rows["accumulate"]),
+    "prefill": (decode.programs(layout).prefill, pages["prefill"]),
+    "decode": (decode.programs(layout).decode, pages["decode"]),
+  }
+  programs = {
+    label: compiled.compile_program(*case, target, {})
+    for label, case in cases.items()
+  }
+  # Forward, recomputed, and backward; the first layer's and the second's.
+  assert programs["accumulate"].kernels.keys() == {training}
+  assert programs["accumulate"].kernels[training] >= 3
+  assert programs["decode"].kernels == {rollout: SMALL.layers}
+  # The last layer's output is no key and no value.
+  assert programs["prefill"].kernels == {rollout: SMALL.layers - 1}
+  gradient = compiled.device_bytes(rows["accumulate"][0])
+  assert programs["accumulate"].aliased >= gradient
+  pool = compiled.device_bytes(pages["copy"][0])
+  for label in "prefill", "decode":
+    assert programs[label].aliased >= pool
+    assert programs[label].outputs < 0.01 * pool
+  if target.platform == "tpu":
+    assert programs["decode"].temporaries < 0.05 * pool
+  _within_budget(name, {label: x.total for label, x in programs.items()})
+
+
+def _within_budget(name, totals):
+  version = f"jax {jax.__version__}"
+  budgets = json.loads(BUDGETS.read_text("utf-8"))
+  if os.environ.get("RENEW_BUDGETS"):
+    budgets.setdefault(version, {})[name] = totals
+    BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n", "utf-8")
+  known = budgets.get(version, {}).get(name)
+  assert known, f"{version} has no budget for {name} yet: {RENEW}"
+  grown = {
+    label: f"{total / MIB:.1f} MiB, {total / known[label]:.2f} of its budget"
+    for label, total in totals.items()
+    if total > GROWTH * known[label]
+  }
+  assert not grown, f"{name}: {grown}. If it must be so: {RENEW}"

@@ -269,8 +269,8 @@ class Lookup:
 def test_a_merge_keeps_ids_apart():
   first = [row("seed-001", "0"), row("skill-00001", "90", "retired")]
   second = [
-    row("seed-001", "180"),  # another one under this id
     row("skill-00007", "200"),
+    row("seed-001", "180"),  # another one under this id
     row("skill-00001", "300", "evicted"),
   ]
   same = row("skill-00003", "0") | dict(trigger="t seed-001", helpful=5.0)
@@ -281,13 +281,13 @@ def test_a_merge_keeps_ids_apart():
     ("seed-001", "0", "active"),
     ("skill-00001", "90", "retired"),
     ("skill-00008", "300", "evicted"),
-    ("skill-00009", "180", "active"),
     ("skill-00007", "200", "active"),
+    ("skill-00009", "180", "active"),
   ]
   assert told == [
     ("skill-00001", "kept as skill-00008"),
-    ("seed-001", "kept as skill-00009"),
     ("skill-00007", "kept"),
+    ("seed-001", "kept as skill-00009"),
     ("skill-00003", "same as seed-001"),
   ]
 

@@ -5,7 +5,8 @@ data shard has slots, pages and tables of its own, and decodes at its own pace:
 nothing crosses "data". Over "tensor", heads, ffn and vocabulary are cut.
 
 Letters: D data shards; of one of them R rows, P pages of S tokens, page 0
-trash, W pages of the longest episode, T tokens of a prefill batch.
+trash, W pages of the longest episode, T tokens of a prefill batch. What the
+host sends and gets has an axis D; a pool holds the pages of all shards, D P.
 """
 
 from __future__ import annotations
@@ -222,7 +223,17 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 
 def _pool_specs(layout: Layout) -> list[Any]:
-  return [layout.attention.pool_spec] * layout.graphdef.backbone.layers
+  """Of a pool whose first axis holds the pages of all data shards, D P.
+
+  With an axis for D, of length 1 on a device, XLA's CPU compiler would copy a
+  pool of one key-value head before and after each program.
+  """
+  layer = jax.tree.map(
+    lambda spec: PartitionSpec(spec[0], *spec[2:]),
+    layout.attention.pool_spec,
+    is_leaf=lambda x: isinstance(x, PartitionSpec),
+  )
+  return [layer] * layout.graphdef.backbone.layers
 
 
 def _pool_shardings(layout: Layout) -> Any:
@@ -301,27 +312,26 @@ def _pool(layout: Layout) -> list[Any]:
     backbone.head_dim,
     layout.dtype,
   )
-  return _all([layer() for _ in range(backbone.layers)])
+  return [layer() for _ in range(backbone.layers)]
 
 
 def _copy(layout: Layout, pool: Any, source: Array, target: Array) -> Any:
   """Copies whole pages: of a prompt's last one, each attempt gets its own."""
   del layout
   source, target = source[0], target[0]
-  return _all(jax.tree.map(lambda x: x.at[target].set(x[source]), _own(pool)))
+  return jax.tree.map(lambda x: x.at[target].set(x[source]), pool)
 
 
 def _prefill(layout: Layout, weights: Any, pool: Any, batch: Batch) -> Any:
   """Writes the keys and values of a batch's tokens."""
   batch = _own(batch)
   # A loop, which a shard without any token skips.
-  pool = jax.lax.fori_loop(
+  return jax.lax.fori_loop(
     0,
     jnp.minimum(batch.rows, 1),
     lambda _, pool: _write(layout, weights, pool, batch),
-    _own(pool),
+    pool,
   )
-  return _all(pool)
 
 
 def _write(layout: Layout, weights: Any, pool: Any, batch: Batch) -> Any:
@@ -367,7 +377,7 @@ def _decode(
   not run writes to the trash page and has a length of 1: it costs nothing but
   its place in matmuls.
   """
-  pool, rows, tables = _own(pool), _own(rows), tables[0]
+  rows, tables = _own(rows), tables[0]
   began = rows.reason
   count = rows.token.shape[0]
 
@@ -411,7 +421,7 @@ def _decode(
     goes_on, body, (jnp.int32(0), pool, rows, out)
   )
   decoded = Decoded(*out, rows.reason, rows.stop_state, step)
-  return _all(pool), _all(decoded)
+  return pool, _all(decoded)
 
 
 def _step(

@@ -241,7 +241,6 @@ class Shard:
       prompt = self._keep(request)
     elif prompt is None and request.id in self._seen:
       playing.reached = max(playing.reached, tokens)
-    self._seen.add(request.id)
     self.slots[slot], playing.slot = playing, slot
     playing.table, playing.cached = self._tables[slot], 0
     if prompt:
@@ -341,6 +340,8 @@ class Shard:
         playing.reached = max(playing.reached, tokens)
         self.counts["shared"] += prompt.copied * tokens
         prompt.copied = True
+      if playing.cached:
+        self._seen.add(playing.request.id)
     for request_id in [i for i in self.prompts if not self._queued[i]]:
       self._drop(request_id)
     return found

@@ -39,6 +39,7 @@ def token_logprobs(
     chunk_tokens: tokens whose logits exist at once; at least one column.
     entropy_gradient: the entropy has one, for a bonus on it.
   """
+  dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
   rows, length = ids_BT.shape
   columns = min(length, max(1, chunk_tokens // rows))
   chunks = -(-length // columns)
@@ -51,7 +52,7 @@ def token_logprobs(
     return jnp.moveaxis(x, 1, 0)
 
   def score(hidden, targets):
-    logits = project(hidden).astype(jnp.float32) / temperature
+    logits = project(hidden).astype(dtype) / temperature
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     log_q = logits - log_sum[..., None]
@@ -69,7 +70,7 @@ def token_logprobs(
     hidden, targets, wanted = inputs
 
     def skip(hidden, targets):
-      return (jnp.zeros(targets.shape, jnp.float32),) * 2
+      return (jnp.zeros(targets.shape, dtype),) * 2
 
     return None, jax.lax.cond(wanted.any(), score, skip, hidden, targets)
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from sesa_jax import costs, tools
 from sesa_jax.engine import decode
 from sesa_jax.plan.compiled import Compiled, compile_program, device_bytes
-from sesa_jax.plan.run import CONTIGUOUS, ROLES, Run, read, rollout_layout
+from sesa_jax.plan.run import ROLES, Run, read, rollout_layout
 from sesa_jax.policy import model
 
 
@@ -97,6 +97,7 @@ class Plan:
   microbatch: Mapping[str, tuple[int, int]]  # rows and tokens a row, by role
   offload: bool
   attention: Mapping[str, str]  # of training and rollout
+  contiguous: bool  # slots have a stretch of their own, and no pages
   programs: Mapping[str, Compiled]
   phases: tuple[Phase, ...]
   caches: tuple[Cache, ...]  # the config's, and what else there is
@@ -146,6 +147,7 @@ def make(
     attention=dict(
       training=run.learners["solver"].attention, rollout=run.layout.kind
     ),
+    contiguous=run.layout.contiguous,
     programs=compiled,
     phases=(*rollout, *phases),
     caches=caches,
@@ -270,7 +272,7 @@ def _rollout(
 
 def _with_pages(layout: decode.Layout, room: float) -> decode.Layout:
   """The layout, with no more pages than there is room for; an episode's."""
-  if layout.kind == CONTIGUOUS:
+  if layout.contiguous:
     return layout
   one = device_bytes(decode.arguments(layout)["copy"][0]) / layout.pages
   pages = max(layout.width + 1, min(layout.pages, int(room // one)))
@@ -437,12 +439,12 @@ def _remedies(
     try:
       found = plan
       if changes:
-        other = read(_changed(config, changes), run.target, ())
+        other = read(changed(config, changes), run.target, ())
         found = make(other, known, remedies=False)
     except ValueError:
       continue  # heads or devices do not divide so
     cache, pages = found.caches[0], {}
-    if not cache.fits and cache.episodes and cache.kind != CONTIGUOUS:
+    if not cache.fits and cache.episodes and not found.contiguous:
       pages = {"engine.pages": cache.fitting}
     others = [phase for phase in found.phases if phase.name != ROLLOUT]
     if all(phase.fits for phase in others) and (cache.fits or pages):
@@ -455,7 +457,8 @@ def _value(config: Any, name: str) -> Any:
   return functools.reduce(lambda node, key: node[key], name.split("."), config)
 
 
-def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+def changed(config: Any, changes: Mapping[str, Any]) -> Any:
+  """Returns a copy of a config with other values, by dotted name."""
   copy = config.copy_and_resolve_references()
   with copy.unlocked():
     copy.update_from_flattened_dict(dict(changes))

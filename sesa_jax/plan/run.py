@@ -19,7 +19,6 @@ from sesa_jax.plan.compiled import device_bytes
 from sesa_jax.policy import backbones, model, sharding, weights
 
 ROLES = ("challenger", "solver")
-CONTIGUOUS = "cudnn_contiguous"
 _ENDS = 2  # ids that end a turn; a few more change nothing
 
 
@@ -56,24 +55,36 @@ class Run:
     )
 
 
-def read(config: Any, target: targets.Target, given: Container[str]) -> Run:
+def read(
+  config: Any,
+  target: targets.Target,
+  given: Container[str],
+  backbone: backbones.Backbone | None = None,
+) -> Run:
   """Puts a run together as `tools.assemble` does, without an array.
 
   Args:
     config: an experiment.
     target: of `targets.find`.
     given: dotted names of fields that the command line gave.
+    backbone: another architecture than the config's.
 
   Raises:
     ValueError: sizes that do not go together.
   """
   config = tools.for_machine(config, target.machine, given)
-  backbone = architecture(config)
+  backbone = backbone or architecture(config)
   fsdp, tensor = tools.mesh_sizes(config, len(target.devices))
   packing.check_rows(config.learner.microbatch_rows, fsdp)
   sharding.check(backbone, fsdp=fsdp, tensor=tensor)
   sharding.check(backbone, fsdp=1, tensor=config.mesh.rollout_tensor)
   mesh = sharding.mesh(fsdp, tensor, target.devices)
+  if mesh.size < len(target.devices) and target.name != targets.HERE:
+    raise ValueError(
+      f"mesh.fsdp = {fsdp} x mesh.tensor = {tensor} leaves some of the "
+      f"{len(target.devices)} devices of {target.name} idle. Set mesh.fsdp = "
+      "0, which takes all, or name a target of that size."
+    )
   graphdef = model.build(backbone)
   learners = {
     role: tools.learner(config, config[role], graphdef, mesh) for role in ROLES
@@ -81,7 +92,9 @@ def read(config: Any, target: targets.Target, given: Container[str]) -> Run:
   layout = rollout_layout(
     config,
     graphdef,
-    sharding.rollout_mesh(config.mesh.rollout_tensor, target.host),
+    tools.rollout_mesh(config, mesh)
+    if target.name == targets.HERE
+    else sharding.rollout_mesh(config.mesh.rollout_tensor, target.host),
   )
   lengths = {
     role: packing.row_length(
@@ -112,14 +125,10 @@ def rollout_layout(
   config: Any, graphdef: model.Decoder, mesh: Mesh
 ) -> decode.Layout:
   """Returns the layout of the engine's programs, as the engine has it."""
-  layout = engine_lib.layout(
+  return engine_lib.layout(
     graphdef,
     mesh,
     steps=config.engine.steps_per_dispatch,
     ends=_ENDS,
     **tools.engine_sizes(config),
   )
-  if layout.kind != CONTIGUOUS:
-    return layout
-  # Rows in place have as many pages as they are long, and so has the trash.
-  return dataclasses.replace(layout, pages=(layout.slots + 1) * layout.width)

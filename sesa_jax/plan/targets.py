@@ -8,6 +8,7 @@ and nothing runs.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import os
 import re
@@ -22,6 +23,7 @@ from sesa_jax import distributed
 
 FACTS = Path(__file__).parents[2] / "third_party" / "targets"
 GIB = 2**30
+HERE = "here"
 _INSTALL = "Install it: pip install 'sesa_jax[plan]'."
 
 
@@ -64,7 +66,7 @@ def find(name: str) -> Target:
   Raises:
     ValueError: the target is unknown, or what compiles for it is missing.
   """
-  if name == "here":
+  if name == HERE:
     return _here()
   kind, _, size = name.partition(":")
   chips = _chips()
@@ -131,8 +133,7 @@ def _gpus(name: str, count: str) -> tuple:
     raise ValueError(f"--target={name}: a node has from 1 to 8 GPUs, a100:8.")
   for module in ("jax_plugins.xla_cuda12", "nvidia.cudnn", "nvidia.cuda_nvcc"):
     _need(name, module)
-  import jax_plugins.xla_cuda12  # noqa: F401  (its import finds the plugin)
-
+  importlib.import_module("jax_plugins.xla_cuda12")  # finds the plugin
   return _topology(
     name,
     platform="cuda",
@@ -165,7 +166,7 @@ def _here() -> Target:
   machine = distributed.machine_kind(first.platform, first.device_kind)
   chip = _chips().get(machine) if FACTS.is_dir() else None
   return Target(
-    name="here",
+    name=HERE,
     machine=machine,
     platform=first.platform,
     devices=tuple(devices),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def _backward(q_block, k_block, saved, d_out):
   q, k, v, segments, out, log_sum = saved
   rows = _rows(q, k, v, segments, q_block, k_block)
   # sum_j p_ij dp_ij, without any score.
-  inner = jnp.sum(d_out.astype(jnp.float32) * out, -1, keepdims=True)
+  inner = jnp.sum(d_out.astype(_wide(out)) * out, -1, keepdims=True)
   d_out, inner = (
     _blocks(x, k.shape[2], q_block, k_block) for x in (d_out, inner)
   )
@@ -104,7 +104,7 @@ def _backward(q_block, k_block, saved, d_out):
       return sums, d_q
 
     blocks = jnp.arange(row.q.shape[0])
-    zeros = jnp.zeros(row.k.shape, jnp.float32)
+    zeros = jnp.zeros(row.k.shape, _wide(row.k))
     (d_k, d_v), d_q = jax.lax.scan(block, [zeros] * 2, (blocks, *rest))
     return d_q, d_k, d_v
 
@@ -133,8 +133,9 @@ def _attend(row: _Row, i: Array, k_block: int) -> tuple[Array, Array]:
     out = out * shrink[..., None] + mixed
     return out, new, total * shrink + p.sum(-1)
 
-  shape = q.shape[:-1]
-  carry = jnp.zeros(q.shape), jnp.full(shape, _HIDDEN), jnp.zeros(shape)
+  shape, dtype = q.shape[:-1], _wide(q)
+  zeros = jnp.zeros(q.shape, dtype), jnp.zeros(shape, dtype)
+  carry = zeros[0], jnp.full(shape, _HIDDEN, dtype), zeros[1]
   out, top, total = jax.lax.fori_loop(row.first[i], row.last[i], step, carry)
   blind = top <= _HIDDEN  # padding sees nothing; NaN stays NaN
   total = jnp.where(blind, 1.0, total)
@@ -159,7 +160,7 @@ def _slope(row, i, d_out, inner, log_sum, d_k, d_v, k_block):
     d_v = _add(d_v, j, _dot("kqs,kqh->ksh", p.astype(v.dtype), d_out))
     return d_q, d_k, d_v
 
-  carry = jnp.zeros(q.shape, jnp.float32), d_k, d_v
+  carry = jnp.zeros(q.shape, _wide(q)), d_k, d_v
   return jax.lax.fori_loop(row.first[i], row.last[i], step, carry)
 
 
@@ -181,8 +182,13 @@ def _scale(q: Array) -> float:
   return q.shape[-1] ** -0.5
 
 
+def _wide(x: Array) -> Any:
+  """The dtype of sums: float32, or that of x if it is wider."""
+  return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _dot(equation: str, x: Array, y: Array) -> Array:
-  return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+  return jnp.einsum(equation, x, y, preferred_element_type=_wide(x))
 
 
 def _keys(row: _Row, j: Array, size: int) -> tuple[Array, Array]:

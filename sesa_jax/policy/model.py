@@ -83,8 +83,7 @@ class Block(nnx.Module):
     mixed = attend(_rotate(q, rope), _rotate(k, rope), v)
     x = x + total(self.o(mixed.reshape(*x.shape[:-1], -1)))
     y = self.ffn_norm(x)
-    gate, up = _whole_slope(self.gate(y)), _whole_slope(self.up(y))
-    return x + total(self.down(jax.nn.silu(gate) * up))
+    return x + total(self.down(jax.nn.silu(self.gate(y)) * self.up(y)))
 
 
 class Ends(nnx.Module):
@@ -164,10 +163,13 @@ def hidden(
       matmuls and its attention gave. The cheap rest is computed again.
     attention: (q, k, v, segments) as `attention.train_attention`.
   """
-  rope = _rope(graphdef.backbone, positions_BT)
+  # Tokens on one axis: with two, XLA on CPU transposes what a kernel's gradient
+  # reads, and fuses into that, column by column, all that leads to it.
+  rope = _rope(graphdef.backbone, positions_BT.reshape(-1))
 
   def attend(q: Array, k: Array, v: Array) -> Array:
-    return attention(q, k, v, segments_BT)
+    q, k, v = (x.reshape(*ids_BT.shape, *x.shape[1:]) for x in (q, k, v))
+    return attention(q, k, v, segments_BT).reshape(-1, *q.shape[2:])
 
   def step(x: Array, layer: Params) -> tuple[Array, None]:
     block = nnx.merge(graphdef.block, _cast(layer, compute_dtype))
@@ -177,9 +179,10 @@ def hidden(
   policy = None if remat else _KEPT
   body = jax.checkpoint(step, prevent_cse=False, policy=policy)
   # Rows are cast after the lookup: their gradients then add up in float32.
-  x = params["embed"]["embedding"][ids_BT].astype(compute_dtype)
+  x = params["embed"]["embedding"][ids_BT.reshape(-1)].astype(compute_dtype)
   x, _ = jax.lax.scan(body, x, params["layers"])
-  return nnx.merge(graphdef.norm, _cast(params["norm"], compute_dtype))(x)
+  x = nnx.merge(graphdef.norm, _cast(params["norm"], compute_dtype))(x)
+  return x.reshape(*ids_BT.shape, -1)
 
 
 def logits(
@@ -205,7 +208,7 @@ def logits(
     "...d,vd->...v",
     hidden,
     table.astype(hidden.dtype),
-    preferred_element_type=jnp.float32,
+    preferred_element_type=_wide(hidden.dtype),
   )
   backbone = graphdef.backbone
   if backbone.table_rows == backbone.vocab_size:
@@ -273,29 +276,9 @@ def _whole(x: Array) -> Array:
   return x
 
 
-@jax.custom_vjp
-def _whole_slope(x: Array) -> Array:
-  """Returns x; on a CPU its gradient is computed before it is used.
-
-  Fused into the transposition that the kernel's gradient wants, what leads to
-  it is read column by column: as slow as the matmul.
-  """
-  return x
-
-
-def _whole_slope_forward(x: Array) -> tuple[Array, None]:
-  return x, None
-
-
-def _whole_slope_backward(_: None, slope: Array) -> tuple[Array]:
-  return (
-    jax.lax.platform_dependent(
-      slope, cpu=jax.lax.optimization_barrier, default=_whole
-    ),
-  )
-
-
-_whole_slope.defvjp(_whole_slope_forward, _whole_slope_backward)
+def _wide(dtype: Any) -> Any:
+  """The dtype of sums: float32, or that of the operands if it is wider."""
+  return jnp.promote_types(dtype, jnp.float32)
 
 
 def _cast(params: Params, dtype: Any) -> Params:
@@ -335,7 +318,7 @@ def rope_frequencies(backbone: Backbone) -> np.ndarray:
 def _rotate(x: Array, rope: tuple[Array, Array]) -> Array:
   """Rotates the pairs (i, i + H / 2) of the last axis, in float32."""
   cos, sin = rope
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  first, second = jnp.split(x.astype(_wide(x.dtype)), 2, axis=-1)
   return jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1
   ).astype(x.dtype)

@@ -206,7 +206,7 @@ def _asked(folder, shown, id) -> dict[tuple[int, str], tuple[str, int, int]]:
     if int(path.name.split("_")[1].split(".")[0]) not in iterations:
       continue
     for row in metrics.read_episodes(path):
-      if row["arm"] == "solver" and id in row["skill_ids"]:
+      if id in row["skill_ids"]:
         key = row["iteration"], row["request_id"]
         _, right, total = found.get(key, ("", 0, 0))
         right += row["verdict"] == "right"
