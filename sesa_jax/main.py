@@ -149,7 +149,7 @@ def skills() -> None:
   if _CONFIG.value is not None and _MERGE.value:
     from sesa_jax import tools
 
-    encoder = tools._encoder(_CONFIG.value.encoder)
+    encoder = tools.load_encoder(_CONFIG.value.encoder)
     threshold = _CONFIG.value.bank.threshold
   life.main(
     _BANK.value,

@@ -47,7 +47,9 @@ ENGINES = ("bm25",)
 SEED_SOURCES = ("titles", "jsonl")
 BANKS = ("none", "final")
 DTYPES = ("float32", "bfloat16")
-ATTENTIONS = ("auto", "xla", "splash", "cudnn", "blocks")
+# The rule "control" waits for attempts without skills beside the others.
+CREDITS = tuple(rule for rule in skill_bank.CREDITS if rule != "control")
+ATTENTIONS = ("auto", *attention.KINDS)
 CACHES = ("paged", "contiguous")
 
 
@@ -151,7 +153,7 @@ def check(config: Any) -> None:
   one_of("distillation.keep", config.distillation.keep, distillation.KEEPS)
   one_of("search.engine", config.search.engine, ENGINES)
   one_of("seeds.source", config.seeds.source, SEED_SOURCES)
-  one_of("bank.credit", config.bank.credit, skill_bank.CREDITS)
+  one_of("bank.credit", config.bank.credit, CREDITS)
   one_of("learner.loss", config.learner.loss, grpo.LOSSES)
   for mode in config.eval.banks:
     one_of("eval.banks", mode, BANKS)
@@ -426,7 +428,7 @@ def assemble(config: Any, texts: Texts) -> World:
     ValueError: weights, tokenizer or encoder cannot be loaded, or a question
       that was read is too long for an episode.
   """
-  embedder = _encoder(config.encoder)  # small: its faults show before weights
+  embedder = load_encoder(config.encoder)  # small: its faults show before weights
   path = locate(config.policy.path)
   words = tokenizer.load(config.policy.source, path)
   prompts.check(words, config.policy.template, config.policy.example)
@@ -493,7 +495,12 @@ def assemble(config: Any, texts: Texts) -> World:
   return World(texts, tools, challenger, solver, reference, hashes)
 
 
-def _encoder(spec: Any) -> types.Encoder:
+def load_encoder(spec: Any) -> types.Encoder:
+  """Loads what `config.encoder` names.
+
+  Raises:
+    ValueError: there is no such folder, or it holds no encoder.
+  """
   if spec.path == ENCODER_HASH:
     return encoder.HashEncoder(HASH_DIM)
   return encoder.load(

@@ -241,7 +241,7 @@ def test_an_episode_depends_on_its_key_alone(weights):
   few = make()
   many = make(
     slots=5,
-    prefill_chunk=64,  # and batches of 16
+    prefill_chunk=128,  # and batches of 32
     steps_per_dispatch=3,
     page_size=32,
     deterministic=False,

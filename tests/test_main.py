@@ -148,7 +148,10 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"challenger__baseline": "group"}, "baseline"),
     ({"solver__baseline": "x"}, "Choices: group, batch, hop, none"),
     ({"learner__loss": "ppo"}, "Choices: grpo"),
-    ({"bank__prime": "seeds16"}, "Choices: none, seeds15, authored157, mined:PATH"),
+    (
+      {"bank__prime": "seeds16"},
+      "Choices: none, seeds15, authored157, mined:PATH",
+    ),
     ({"bank__credit": "x"}, "Choices: rollout, majority, relative"),
     ({"pool__refill": "x"}, "Choices: replay, mask"),
     ({"distillation__keep": "x"}, "Choices: newest, best"),

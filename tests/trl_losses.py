@@ -23,7 +23,7 @@ CASES = {  # ours: (TRL's loss, what its ratio is of)
   "dr_grpo": ("dr_grpo", "token"),
   "gspo": ("grpo", "sequence"),
 }
-SETTINGS = dict(clip_low=0.2, clip_high=0.285, kl_coefficient=0.05)
+SETTINGS = dict(clip_low=0.1, clip_high=0.15, kl_coefficient=0.05)
 MOST_TOKENS, CAP = 11, 2.0
 # Sampled ids and those of observations, then padding.
 MASKS = [[1, 1, 0, 0, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0, 0]]
@@ -45,7 +45,7 @@ def numbers():
       for rows in zip(new, draw(spread), strict=True)
     ]
 
-  old = near(0.3)
+  old = near(0.6)
   return dict(
     new=new,
     old=old,

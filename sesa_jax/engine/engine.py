@@ -354,4 +354,4 @@ def _row_sizes(slots: int, platform: str) -> tuple[int, ...]:
 
 def _batch_sizes(chunk: int) -> tuple[int, ...]:
   """Sizes of prefill batches: a short observation needs no large one."""
-  return (chunk // 4, chunk) if chunk >= 64 else (chunk,)
+  return (chunk // 4, chunk) if chunk >= 128 else (chunk,)
