@@ -110,6 +110,11 @@ def count() -> int:
   return jax.process_count()
 
 
+def is_own(device: jax.Device) -> bool:
+  """Whether this process drives a device."""
+  return device.process_index == index()
+
+
 def is_lead() -> bool:
   """Whether this process writes the run's files."""
   return index() == 0

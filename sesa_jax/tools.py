@@ -210,7 +210,7 @@ def rollout_mesh(config: Any, mesh: Mesh) -> Mesh:
   Raises:
     ValueError: `mesh.rollout_tensor` does not divide them.
   """
-  own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+  own = [d for d in mesh.devices.flat if distributed.is_own(d)]
   return sharding.rollout_mesh(config.mesh.rollout_tensor, own)
 
 
@@ -428,7 +428,7 @@ def assemble(config: Any, texts: Texts) -> World:
     ValueError: weights, tokenizer or encoder cannot be loaded, or a question
       that was read is too long for an episode.
   """
-  embedder = load_encoder(config.encoder)  # small: its faults show before weights
+  embedder = load_encoder(config.encoder)  # small: before weights
   path = locate(config.policy.path)
   words = tokenizer.load(config.policy.source, path)
   prompts.check(words, config.policy.template, config.policy.example)

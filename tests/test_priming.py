@@ -59,7 +59,7 @@ def test_mined_takes_the_active_ones_of_a_bank_file(tmp_path):
 
 def test_errors(tmp_path):
   for source in ("seeds", "mined:", ""):
-    with pytest.raises(ValueError, match="none, seeds15, authored157, mined:PATH"):
+    with pytest.raises(ValueError, match="seeds15, authored157, mined:PATH"):
       priming.prime(empty(), source, ENCODER)
   with pytest.raises(ValueError, match="no such file"):
     priming.prime(empty(), f"mined:{tmp_path / 'x.jsonl'}", ENCODER)
