@@ -346,8 +346,9 @@ def test_a_starved_pool_changes_no_token(weights, yielded, late):
   # All that was computed beyond the usual had been computed before.
   again = played.metrics["tokens/recomputed"]
   assert again > 0
-  assert played.metrics["tokens/prefilled"] - again == (
-    usual.metrics["tokens/prefilled"]
+  assert (
+    played.metrics["tokens/prefilled"] - again
+    == (usual.metrics["tokens/prefilled"])
   )
   # No tool is asked twice.
   calls = [(p.request_id, p.attempt, p.turn, len(p.ids)) for p in script.pauses]

@@ -132,7 +132,7 @@ class Case(NamedTuple):
 
 
 def answer(case, pause, asked):
-  """The reply to a pause that is not the first of its turn but the `asked`."""
+  """The reply to a pause; `asked` is how many its turn had before."""
   moves = case.moves[pause.request_id, pause.attempt]
   move = moves[pause.turn]
   if pause.reason == "stop" and asked < move.ignored:
@@ -545,11 +545,10 @@ def keep_a_stale_page(patch):
 
 
 def free_a_shared_page(patch):
-  """Prompt pages go to others while attempts still read them."""
+  """Tables name a free page where they should name a prompt's."""
   drop = shard_lib.Shard._drop
 
   def mutant(self, request_id):
-    # As if an owner more gave back what the table still names.
     pages = list(self.prompts[request_id].pages)
     drop(self, request_id)
     taken = [page for page in pages if self.pages._owners[page]]
@@ -593,7 +592,6 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
 def test_the_comparison_catches_a_mutant(monkeypatch, mutant):
   """Of episodes alone: the invariants of the pages are not checked here."""

@@ -1,8 +1,18 @@
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sesa_jax import types
-from sesa_jax.learner import packing
+from sesa_jax.learner import grpo, packing
+from sesa_jax.learner import learner as learning
+from sesa_jax.policy import backbones, model, sharding
 
 
 def lesson(name, length, sampled, advantage=1.0, attempt=0):
@@ -132,3 +142,167 @@ def test_rows_that_do_not_divide_are_refused_with_those_that_do(
   with pytest.raises(ValueError, match="microbatch_rows") as error:
     packing.check_rows(rows, fsdp)
   assert str(error.value).endswith(end)
+
+
+def test_packed_rows_hold_several_and_lose_none():
+  lengths = [3, 9, 4, 5, 2, 16, 7]
+  batches = packing.pack(
+    [(i, lesson(str(i), n, range(1, n))) for i, n in enumerate(lengths)],
+    rows=2,
+    row_multiple=16,
+    loss="dapo",
+    most_tokens=10,
+    packed=True,
+  )
+  # 46 tokens: the least rows of 16, full ones first, and one to fill up.
+  assert [batch.ids.shape for batch in batches] == [(2, 16)] * 2
+  assert packing.padding_fraction(batches) == 1 - 46 / 64
+  rows = [row for batch in batches for row in zip(*batch, strict=True)]
+  seen = []
+  for row in map(packing.Batch._make, rows):
+    for segment in range(1, row.segments.max() + 1):
+      (own,) = np.nonzero(row.segments == segment)
+      (group,) = set(row.groups[own])
+      size = lengths[group]
+      # In one piece, from the start of the episode to its end.
+      assert own.tolist() == list(range(own[0], own[0] + size))
+      assert row.positions[own].tolist() == list(range(size))
+      assert row.ids[own].tolist() == list(range(100, 100 + size))
+      assert row.mask[own].tolist() == [False] + [True] * (size - 1)
+      seen.append(group)
+    assert not row.mask[row.segments == 0].any()
+    assert (np.diff(row.segments[row.segments > 0]) >= 0).all()
+  assert sorted(seen) == list(range(len(lengths)))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_packing_needs_little_more_room_than_there_are_tokens(lengths):
+  batches = packing.pack(
+    [(i, lesson(str(i), n, [0])) for i, n in enumerate(lengths)],
+    rows=1,
+    row_multiple=4,
+    loss="grpo",
+    most_tokens=10,
+    packed=True,
+  )
+  filled = [int((batch.segments > 0).sum()) for batch in batches]
+  assert sum(filled) == sum(lengths)
+  length = packing.row_length(max(lengths), 4)
+  # First fit: no two rows could be one.
+  assert all(a + b > length for a, b in itertools.pairwise(sorted(filled)))
+  counts = [len(set(batch.groups.ravel()) - {-1}) for batch in batches]
+  assert sum(counts) == len(lengths)
+
+
+# --- what packing must not change -------------------------------------------
+
+BACKBONE = backbones.tiny(vocab_size=64)
+GRAPHDEF = model.build(BACKBONE)
+LENGTHS = (5, 31, 12, 9, 30, 22, 7, 17, 26)
+
+
+@pytest.fixture(scope="module")
+def weights():
+  """Three policies: the one that learns, its start and the reference."""
+  draw = jax.jit(functools.partial(model.init, BACKBONE))
+  drawn = [draw(jax.random.key(seed)) for seed in range(3)]
+  # Larger than usual: far from uniform.
+  return jax.tree.map(lambda leaf: leaf * (3 if leaf.ndim > 2 else 1), drawn)
+
+
+def taught():
+  rng = np.random.default_rng(0)
+  for question, length in enumerate(LENGTHS):
+    sampled = np.flatnonzero(rng.random(length - 1) < 0.6) + 1
+    one = lesson(str(question), length, {1, *sampled}, rng.normal())
+    ids = rng.integers(1, 64, length).astype(np.int32)
+    logprobs = np.where(one.episode.mask, rng.normal(-4, 0.5, length), 0)
+    episode = dataclasses.replace(
+      one.episode, ids=ids, logprobs=logprobs.astype(np.float32)
+    )
+    yield question, types.Lesson(episode, one.advantage)
+
+
+def slope(weights, loss, dtype, *, packed, rows=2, mesh=(1, 1), order=1):
+  """Returns an update's gradient and sums, divided, as one vector."""
+  taken = learning.Learner(
+    GRAPHDEF,
+    sharding.mesh(*mesh),
+    learning_rate=1e-3,
+    warmup_updates=1,
+    minibatch_questions=100,
+    clip_low=0.2,
+    clip_high=0.285,
+    kl_coefficient=0.05,
+    loss=loss,
+    most_tokens=40,
+    microbatch_rows=rows,
+    chunk_tokens=24,
+    compute_dtype=dtype,
+    attention="blocks",
+    remat=False,
+  )
+  run = taken.programs
+  rates = learning.Rates(0.7, 0.2, 0.285, 0.05, 0.0, 2.0, 1e-3, 1)
+  policy, start, reference = (
+    jax.device_put(
+      jax.tree.map(lambda leaf: leaf.astype(dtype), tree), run.policy.params
+    )
+    for tree in weights
+  )
+  gradient = jax.tree.map(jnp.zeros_like, policy)
+  sums = grpo.Sums(*(jnp.zeros((), dtype) for _ in grpo.Sums._fields))
+  for batch in packing.pack(
+    list(taught())[::order],
+    rows=rows,
+    row_multiple=64,
+    loss=loss,
+    most_tokens=40,
+    packed=packed,
+  )[::order]:
+    wide = (x.astype(dtype) if x.dtype == np.float32 else x for x in batch)
+    placed = jax.device_put(packing.Batch(*wide), run.rows)
+    old, base = (run.score(w, placed, 0.7) for w in (start, reference))
+    gradient, sums = run.accumulate(
+      gradient, sums, policy, placed, old, base, False, rates
+    )
+  assert float(sums.clipped) > 0
+  flat = [np.ravel(leaf) for leaf in jax.tree.leaves(gradient)]
+  means = [x / sums.tokens for x in sums[2:-1]]
+  gradient = np.concatenate(flat) / float(sums.weight)
+  return gradient, np.array([sums.loss / sums.weight, *means, sums.gap_max])
+
+
+def check(found, expected, bound):
+  for got, wanted in zip(found, expected, strict=True):
+    error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+    assert error <= bound
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_packed_equals_unpacked_in_any_order(weights, loss):
+  with jax.enable_x64(True):
+    alone = slope(weights, loss, "float64", packed=False)
+    packed = slope(weights, loss, "float64", packed=True)
+    turned = slope(weights, loss, "float64", packed=True, order=-1)
+  check(packed, alone, 1e-9)
+  check(turned, alone, 1e-9)
+
+
+def test_packed_equals_unpacked_in_single_precision(weights):
+  alone = slope(weights, "dapo", "float32", packed=False)
+  check(slope(weights, "dapo", "float32", packed=True), alone, 1e-5)
+  with jax.enable_x64(True):
+    exact = slope(weights, "dapo", "float64", packed=True)
+  check(alone, exact, 1e-5)
+
+
+def test_rows_and_devices_do_not_change_the_gradient(weights):
+  with jax.enable_x64(True):
+    few = slope(weights, "grpo", "float64", packed=True)
+    one = slope(weights, "grpo", "float64", packed=True, rows=1)
+    many = slope(
+      weights, "grpo", "float64", packed=True, rows=4, mesh=(4, 2), order=-1
+    )
+  check(one, few, 1e-9)
+  check(many, few, 1e-9)

@@ -50,6 +50,7 @@ class Layout:
   prefill_rows: int  # R of a prefill batch
   steps: int  # ids that one call of the decode loop adds to a row at most
   ends: int  # ids that end a turn
+  widths: tuple[int, ...] = ()  # narrower tables for the decode loop, ascending
 
   @property
   def attention(self) -> attention.Kind:

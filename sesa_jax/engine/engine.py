@@ -336,6 +336,8 @@ def layout(
     prefill_rows=own if packs else 1,
     steps=steps,
     ends=ends,
+    # Gathered tables cost what they are wide, however short the episodes.
+    widths=(-(-width // 4), -(-width // 2)) if kind == "cudnn" else (),
   )
   if chosen.contiguous:
     # A row for each slot, and one that is trash.

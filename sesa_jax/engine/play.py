@@ -21,6 +21,19 @@ from sesa_jax.engine import decode, stops
 from sesa_jax.engine.shard import Held, Playing, Shard
 
 
+# Of a running episode, what the devices are told in `decode.Rows`.
+_STATE: dict[str, tuple[Any, Callable[[Playing], Any]]] = {
+  "token": (np.int32, lambda p: p.ids[p.size - 1]),
+  "position": (np.int32, lambda p: p.size - 1),
+  "stop_state": (np.int32, lambda p: p.stop_state),
+  "turn_left": (np.int32, lambda p: p.turn_left),
+  "episode_left": (np.int32, lambda p: p.room),
+  "temperature": (np.float32, lambda p: p.request.sampling.temperature),
+  "top_p": (np.float32, lambda p: p.request.sampling.top_p),
+  "top_k": (np.int32, lambda p: p.request.sampling.top_k),
+}
+
+
 class Play:
   """The episodes of one call of `Engine.play`, over all data shards.
 
@@ -211,31 +224,23 @@ class Play:
     self, running: Sequence[Sequence[Playing]], count: int
   ) -> tuple[decode.Rows, np.ndarray]:
     """The running episodes' state and tables, in their order."""
-    columns = {
-      "token": (np.int32, lambda p: p.ids[p.size - 1]),
-      "position": (np.int32, lambda p: p.size - 1),
-      "stop_state": (np.int32, lambda p: p.stop_state),
-      "turn_left": (np.int32, lambda p: p.turn_left),
-      "episode_left": (np.int32, lambda p: p.room),
-      "temperature": (np.float32, lambda p: p.request.sampling.temperature),
-      "top_p": (np.float32, lambda p: p.request.sampling.top_p),
-      "top_k": (np.int32, lambda p: p.request.sampling.top_k),
-    }
     shape = self._layout.data, count
-    rows = {
-      name: np.zeros(shape, dtype) for name, (dtype, _) in columns.items()
-    }
+    rows = {name: np.zeros(shape, kind) for name, (kind, _) in _STATE.items()}
     key = np.zeros((*shape, 2), np.uint32)
     reason = np.full(shape, decode.STOP, np.int32)
-    tables = np.zeros((*shape, self._layout.width), np.int32)
+    most = max(len(p.pages) for playings in running for p in playings)
+    widths = (*self._layout.widths, self._layout.width)
+    width = next(width for width in widths if width >= most)
+    tables = np.zeros((*shape, width), np.int32)
     for shard, playings in enumerate(running):
       if not playings:
         continue
       here = shard, self._places(playings)
-      for name, (_, value) in columns.items():
+      for name, (_, value) in _STATE.items():
         rows[name][here] = [value(playing) for playing in playings]
       key[here] = [playing.key for playing in playings]
-      tables[here] = self._tables[shard, [p.slot for p in playings]]
+      slots = [playing.slot for playing in playings]
+      tables[here] = self._tables[shard, slots, :width]
       reason[here] = decode.RUNNING
     return decode.Rows(key=key, reason=reason, **rows), tables
 
