@@ -120,20 +120,37 @@ def test_greedy_takes_the_lowest_of_the_likeliest_ids():
   )
 
 
-@pytest.mark.parametrize("draw", [0.0, 0.3, 0.999999, 1.0])
-def test_places_without_mass_are_never_found(draw):
-  """At both ends, and where a parallel sum grows by an ulp for nothing."""
+find = jax.jit(sampling._first_above, static_argnames="share")
+
+
+def sparse(rows, places):
   rng = np.random.default_rng(0)
-  mass = rng.random((256, 37)).astype(np.float32)
+  mass = rng.random((rows, places)).astype(np.float32)
   mass[rng.random(mass.shape) < 0.6] = 0
   mass[:, 5] = 1e-3
-  find = jax.jit(sampling._first_above, static_argnames="share")
+  return mass
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.3, 0.999999, 1.0])
+def test_places_without_mass_are_never_found(draw):
+  mass = sparse(256, 37)
   place, _ = find(mass, jnp.full(256, draw, jnp.float32), share=True)
   assert (mass[np.arange(256), place] > 0).all()
   # A target beyond the end means the last place with mass.
   place, _ = find(mass, jnp.full(256, 1e6, jnp.float32), share=False)
   last = 36 - (mass[:, ::-1] > 0).argmax(-1)
   assert place.tolist() == last.tolist()
+
+
+def test_nor_where_a_parallel_sum_grows_for_nothing():
+  """By an ulp, since two sums of the same numbers are added up otherwise."""
+  mass = sparse(1024, 600)
+  edges = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(mass))
+  grown = (np.diff(edges) > 0) & (mass[:, 1:] == 0)
+  assert grown.any(1).sum() > 100
+  target = edges[np.arange(1024), grown.argmax(1)]  # just below the growth
+  place, _ = find(mass, target, share=False)
+  assert (mass[np.arange(1024), place] > 0).all()
 
 
 def kept(row, top_p, top_k):

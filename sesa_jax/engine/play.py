@@ -20,7 +20,6 @@ from sesa_jax import types
 from sesa_jax.engine import decode, stops
 from sesa_jax.engine.shard import Held, Playing, Shard
 
-
 # Of a running episode, what the devices are told in `decode.Rows`.
 _STATE: dict[str, tuple[Any, Callable[[Playing], Any]]] = {
   "token": (np.int32, lambda p: p.ids[p.size - 1]),
