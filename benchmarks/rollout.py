@@ -15,7 +15,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def measure(
   measured = [
     side for group in groups for side in _group(group, runs, rates, start, tell)
   ]
-  matmul = statistics.median(rates) if rates else None
+  matmul = _median(rates) if rates else None
   for side in measured:
     _add_figures(side, matmul)
   return dict(
@@ -253,20 +253,32 @@ def _add_figures(side: dict[str, Any], matmul: float | None) -> None:
   """Adds what follows from a side's runs."""
   rates = [_rate(play) for play in side["runs"]]
   side["tokens_per_second"] = dict(
-    median=statistics.median(rates), least=min(rates), greatest=max(rates)
+    median=_median(rates), least=min(rates), greatest=max(rates)
   )
   side["compile_seconds"] = side["warm"]["compile_seconds"]
   side["peak_rss_bytes"] = side["runs"][-1]["peak_rss_bytes"]
   flops = sum(side["about"]["flops"].values())
-  seconds = statistics.median(map(_seconds, side["runs"]))
+  seconds = _median(map(_seconds, side["runs"]))
   side["flops_per_second"] = flops / seconds
   side["share_of_matmul"] = matmul and flops / seconds / matmul
-  host = [
-    1e6 * play["counts"]["seconds/host"] / play["tokens"]
-    for play in side["runs"]
-    if "seconds/host" in play.get("counts", ())
-  ]
-  side["host_microseconds_per_token"] = host and statistics.median(host) or None
+  side["tokens_per_cpu_second"] = _median(
+    play["tokens"] / play["cpu_seconds"] for play in side["runs"]
+  )
+  side["cores_busy"] = _median(
+    play["cpu_seconds"] / play["seconds"] for play in side["runs"]
+  )
+  counted = [play["counts"] for play in side["runs"] if "counts" in play]
+  side["host_microseconds_per_token"] = counted and _median(
+    1e6 * counts["seconds/host"] / _processed(counts) for counts in counted
+  )
+
+
+def _median(values: Iterable[float]) -> float:
+  return statistics.median(values)
+
+
+def _processed(counts: Mapping[str, float]) -> float:
+  return counts["tokens/sampled"] + counts["tokens/prefilled"]
 
 
 def add_ratios(report: dict[str, Any], base: Mapping[str, str]) -> None:
@@ -309,33 +321,45 @@ def machine() -> dict[str, Any]:
 # --- showing ---------------------------------------------------------------
 
 
+_Cell = Callable[[Mapping[str, Any]], str]
+# Headings and cells; README.md says what they mean.
+_COLUMNS: dict[str, _Cell] = {
+  "side": lambda side: side["name"],
+  "tokens/s": lambda side: _rounded(side["tokens_per_second"]["median"]),
+  "least-most": lambda side: "-".join(
+    _rounded(side["tokens_per_second"][end]) for end in ("least", "greatest")
+  ),
+  "base is": lambda side: f"{side['speedup_of_base']:.2f} x",
+  "of matmul": lambda side: (
+    f"{side['share_of_matmul']:.1%}" if side["share_of_matmul"] else ""
+  ),
+  "cores": lambda side: f"{side['cores_busy']:.2f}",
+  "compile s": lambda side: f"{side['compile_seconds']:.1f}",
+  "peak GB": lambda side: f"{side['peak_rss_bytes'] / 1e9:.2f}",
+  "host us": lambda side: (
+    f"{side['host_microseconds_per_token']:.1f}"
+    if side["host_microseconds_per_token"]
+    else ""
+  ),
+}
+
+
+def _rounded(rate: float) -> str:
+  return f"{rate:.1f}" if rate < 1000 else f"{rate:,.0f}"
+
+
 def table(report: Mapping[str, Any], title: str) -> Table:
-  """Lays the report out; README.md says what the columns mean."""
+  """Lays the report out."""
   shown = Table(title=title)
-  shown.add_column("side")
-  for name in (
-    "tokens/s",
-    "least-most",
-    "base is",
-    "of matmul",
-    "compile s",
-    "peak GB",
-    "host us/token",
-  ):
-    shown.add_column(name, justify="right")
-  for side in report["sides"]:
-    rate, host = side["tokens_per_second"], side["host_microseconds_per_token"]
-    share = side["share_of_matmul"]
-    shown.add_row(
-      side["name"],
-      f"{rate['median']:.1f}",
-      f"{rate['least']:.1f}-{rate['greatest']:.1f}",
-      f"{side['speedup_of_base']:.2f} x",
-      f"{share:.1%}" if share else "",
-      f"{side['compile_seconds']:.1f}",
-      f"{side['peak_rss_bytes'] / 1e9:.2f}",
-      f"{host:.0f}" if host is not None else "",
+  columns = dict(_COLUMNS)
+  if "base" not in report["sides"][0]:
+    del columns["base is"]
+  for name in columns:
+    shown.add_column(
+      name, justify="left" if name == "side" else "right", no_wrap=True
     )
+  for side in report["sides"]:
+    shown.add_row(*(cell(side) for cell in columns.values()))
   return shown
 
 
@@ -348,10 +372,17 @@ def notes(report: Mapping[str, Any]) -> list[str]:
   ]
   if rate := report["matmul"]["flops_per_second"]:
     lines.append(f"float32 matmul of 1024^3: {rate / 1e9:.1f} GFLOPs/s.")
+  told: dict[tuple[str, ...], tuple[str, Mapping]] = {}
   for side in report["sides"]:
-    about = side["about"]
-    versions = " ".join(f"{k} {v}" for k, v in about["versions"].items())
-    lines.append(f"{side['name']}: {_words(about['settings'])} ({versions})")
+    settings, versions = side["about"]["settings"], side["about"]["versions"]
+    # Of sides that have the same settings to make, only the first's are long.
+    first, known = told.setdefault(tuple(settings), (side["name"], settings))
+    if first == side["name"]:
+      made = " ".join(f"{k} {v}" for k, v in versions.items())
+      lines.append(f"{first}: {_words(settings)} ({made})")
+    else:
+      changed = {k: v for k, v in settings.items() if known[k] != v}
+      lines.append(f"{side['name']}: as {first}, but {_words(changed)}")
   return lines
 
 
@@ -432,8 +463,13 @@ def parse_settings(words: Sequence[str]) -> dict[str, dict[str, Any]]:
   return found
 
 
-def _plan(chosen: argparse.Namespace) -> tuple[str, list[Side], bool, dict]:
-  """Returns title, sides, whether to alternate, and the bases of ratios."""
+def _plan(
+  chosen: argparse.Namespace,
+) -> tuple[str, list[Side], bool, dict[str, str] | None]:
+  """Returns title, sides, whether to alternate, and the bases of ratios.
+
+  Without bases there are no ratios: the sides do not do the same work.
+  """
   settings = chosen.set
   if chosen.trials:
     sides = sides_of_trials(chosen.trials, settings)
@@ -442,9 +478,9 @@ def _plan(chosen: argparse.Namespace) -> tuple[str, list[Side], bool, dict]:
     base = {"no refill": _words(WITH_REFILL)}
     return "An idea off at a time", sides_of_ablations(settings), True, base
   if chosen.scale:
-    return "Tiny model", sides_of_scale(settings), False, {}
+    return "Tiny model", sides_of_scale(settings), False, None
   if chosen.smollm2:
-    return "SmolLM2-135M", sides_of_smollm2(settings), False, {}
+    return "SmolLM2-135M", sides_of_smollm2(settings), False, None
   sides = sides_of_peers(chosen.peers, settings)
   useful = workload.sampled(workload.draw())
   return f"64 episodes, {useful:,} tokens to sample", sides, True, {}
@@ -465,11 +501,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   except SideError as error:
     print(error, file=sys.stderr)
     return 1
-  add_ratios(report, base)
+  if base is not None:
+    add_ratios(report, base)
   if chosen.json:
     print(json.dumps(report))
     return 0
   console = Console(highlight=False)
+  # What is piped into a file has no width of its own.
+  console = Console(highlight=False, width=max(console.width, 100))
   console.print(table(report, title))
   for line in notes(report):
     console.print(line, soft_wrap=True)

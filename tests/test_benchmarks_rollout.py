@@ -410,7 +410,9 @@ class Scripted:
     self.side = side
     self._runs = iter(side.settings["runs"])
     self.about = dict(
-      settings={"a": 1}, versions={"jax": "1"}, flops={"x": 300, "y": 300}
+      settings={"a": 1, "b": 2 if side.name == "ours" else 3},
+      versions={"jax": "1"},
+      flops={"x": 300, "y": 300},
     )
 
   def __enter__(self):
@@ -429,8 +431,13 @@ class Scripted:
       tokens=60,
       seconds=seconds,
       compile_seconds=compiling,
+      cpu_seconds=seconds * 1.5,
       peak_rss_bytes=2_000_000_000,
-      counts={"seconds/host": 0.006},
+      counts={
+        "seconds/host": 0.006,
+        "tokens/sampled": 60,
+        "tokens/prefilled": 15,
+      },
     )
 
 
@@ -463,7 +470,9 @@ def test_figures_by_hand():
   assert ours_["compile_seconds"] == 5.5
   assert ours_["share_of_matmul"] == pytest.approx(600 / 12 / 100)
   assert peer["share_of_matmul"] == pytest.approx(600 / 40 / 100)
-  assert ours_["host_microseconds_per_token"] == pytest.approx(100)
+  assert ours_["host_microseconds_per_token"] == pytest.approx(80)
+  assert peer["cores_busy"] == 1.5
+  assert peer["tokens_per_cpu_second"] == pytest.approx(60 / 60)
 
 
 def test_sides_alternate_and_the_machine_is_measured_in_between():
@@ -504,9 +513,12 @@ def test_the_table_and_json_hold_the_figures():
   (row,) = (line for line in lines if "peer" in line)
   cells = [cell.strip() for cell in row.strip("│┃ ").split("│")]
   assert cells == [
-    "peer", "1.5", "1.0-3.0", "3.33 x", "15.0%", "5.5", "2.00", "100"
+    "peer", "1.5", "1.0-3.0", "3.33 x", "15.0%", "1.50", "5.5", "2.00", "80.0"
   ]  # fmt: skip
-  assert "peer: a=1 (jax 1)" in rollout.notes(report)
+  assert rollout.notes(report)[-2:] == [
+    "ours: a=1, b=2 (jax 1)",
+    "peer: as ours, but b=3",
+  ]
 
 
 # --- the command line ------------------------------------------------------

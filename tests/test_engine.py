@@ -556,6 +556,17 @@ def test_a_stop_string_that_meant_nothing_at_a_limit_ends_the_turn(
   assert hit
 
 
+def test_ids_that_the_tokenizer_does_not_know_stop_nothing(weights):
+  """Tables of weights may have more rows than there are tokens."""
+  engine = make(token_bytes=[b"a"] * 199 + [b"q>"])
+  script = Script(ignore_stops=True)
+  engine.play(weights, requests(1.0, count=8), script, iteration=0)
+  stops = [p for p in script.pauses if p.reason == "stop"]
+  assert stops
+  assert {p.ids[-1] for p in stops} == {199}
+  assert max(max(p.ids) for p in script.pauses) > 199
+
+
 def test_a_reply_may_limit_the_next_turn(weights):
   """And that one alone: the turn after it has the request's limit again."""
 
@@ -624,8 +635,16 @@ def alone():
     pytest.param(8, marks=pytest.mark.slow),
   ],
 )
-def test_a_mesh_changes_no_token(alone, tensor):
+def test_a_mesh_changes_no_token(alone, tensor, monkeypatch):
   """8 devices: 8 / tensor data shards, each cut over tensor."""
+  shards = {}  # of each request
+  plain = shard.Shard.enqueue
+
+  def enqueue(self, playing):
+    shards.setdefault(playing.request.id, set()).add(id(self))
+    plain(self, playing)
+
+  monkeypatch.setattr(shard.Shard, "enqueue", enqueue)
   drawn, usual = alone
   mesh = sharding.rollout_mesh(tensor, jax.devices())
   engine = make(backbone=WIDE, slots=8, mesh=mesh)
@@ -637,7 +656,9 @@ def test_a_mesh_changes_no_token(alone, tensor):
   asked = requests(1.0, attempts=3)
   played = engine.play(weights, asked, Script(), iteration=0)
   check_near(played.episodes, usual.episodes)
-  # Attempts of a request are on one data shard: they share their prompt.
+  # Attempts of a request are on one data shard, requests on all of them.
+  assert {len(where) for where in shards.values()} == {1}
+  assert len(set.union(*shards.values())) == min(4, 8 // tensor)
   for name in ("tokens/sampled", "tokens/shared", "tokens/prefilled"):
     assert played.metrics[name] == usual.metrics[name]
   assert len(engine.probe(weights)) == 2 * 8 // tensor
@@ -669,7 +690,7 @@ def test_kinds_of_a_gpu(params, weights, name, monkeypatch):
   decode.programs.cache_clear()  # they hold the other attention
 
 
-def test_a_late_start_compiles_smaller_batches():
+def test_shapes_of_batches():
   """On a CPU a decode loop has as many rows as run, or a few more."""
   sizes = make(slots=64, prefill_chunk=512).layout
   assert sizes.rows == (8, 16, 32, 64)

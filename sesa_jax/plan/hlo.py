@@ -99,11 +99,13 @@ def collectives(text: str) -> tuple[Collective, ...]:
     text: of `jax.stages.Compiled.as_text`.
   """
   computations, entry = _computations(text)
-  # What runs beside matmuls stands in the text once for each part of itself,
-  # some of them in inner loops: the outermost says how often it runs.
+  # What is fused with matmuls, to run beside them, stands in the text once for
+  # each part of itself, some of them in inner loops: its channel says that it
+  # is one, and the outermost place how often it runs. Elsewhere channels may be
+  # shared.
   found: dict[str, tuple[str, int, int]] = {}
 
-  def walk(name: str, trips: int, known: bool) -> None:
+  def walk(name: str, trips: int, known: bool, fused: bool) -> None:
     operations = computations.get(name, ())
     done = {
       match[1]: o.shape
@@ -115,22 +117,22 @@ def collectives(text: str) -> tuple[Collective, ...]:
       kind = o.opcode.removesuffix("-start")
       if kind in KINDS:
         channel = re.search(r"channel_id=(\d+)", o.rest)
-        mark = channel[1] if channel else f"{name}/{o.name}"
+        mark = channel[1] if fused and channel else f"{name}/{o.name}"
         size = shape_bytes(done.get(o.name, o.shape))
         here = kind, size, trips if known else 0
         found[mark] = min(found.get(mark, here), here, key=lambda x: x[2])
       if o.opcode == "while":
         times = _trips(o, computations)
         body = re.search(r"body=%?([\w.\-]+)", o.rest)
-        walk(body[1], trips * max(1, times), known and times > 0)
+        walk(body[1], trips * max(1, times), known and times > 0, False)
         continue
       called = _CALLED.findall(o.rest)
       for group in _MANY.findall(o.rest):
         called += re.findall(r"[\w.\-]+", group)
       for inner in called:
-        walk(inner, trips, known)
+        walk(inner, trips, known, fused or o.opcode == "fusion")
 
-  walk(entry, 1, True)
+  walk(entry, 1, True, False)
   counts = collections.Counter(found.values())
   rows = [Collective(*key, count) for key, count in counts.items()]
   return tuple(sorted(rows, key=lambda c: (-c.total, c)))

@@ -294,7 +294,8 @@ def _other_layouts(run: Run) -> list[decode.Layout]:
 def _load(run: Run) -> Any:
   """Jits `Engine.load` over all hosts: each gets a copy on a mesh of its own.
 
-  In the order of the training mesh, since the order moves no byte elsewhere.
+  In one step and in the training mesh's order. Where hosts are not neighbours
+  in that order a run takes two steps, of which none needs more than this.
   """
   source, own = run.learners["solver"].mesh, run.layout.mesh
   grid = np.reshape(source.devices, (-1, *own.devices.shape))
