@@ -308,6 +308,28 @@ def test_attempts_share_their_prompt(weights):
   assert played.metrics["tokens/recomputed"] == 0
 
 
+def test_the_work_is_counted(weights):
+  """Each id but those after the last draw is one token, over all before it."""
+  asked = requests(1.0, attempts=1, count=6)
+  played = make().play(weights, asked, Script(), iteration=0)
+  computed = [int(np.flatnonzero(e.mask)[-1]) for e in played.episodes]
+  metrics = played.metrics
+  assert metrics["tokens/sampled"] + metrics["tokens/prefilled"] == (
+    sum(computed)
+  )
+  assert metrics["pairs/decode"] + metrics["pairs/prefill"] == sum(
+    place + 1 for count in computed for place in range(count)
+  )
+  assert metrics["pairs/decode"] == sum(
+    place for e in played.episodes for place in np.flatnonzero(e.mask)
+  )
+  # All batches are of 16 ids, all steps of 4 rows.
+  assert (metrics["tokens/prefilled"] + metrics["tokens/padding"]) % 16 == 0
+  places = metrics["tokens/sampled"] + metrics["tokens/idle"]
+  assert places == 4 * metrics["steps"]
+  assert metrics["occupancy"] == metrics["tokens/sampled"] / places
+
+
 @pytest.fixture(scope="module")
 def yielded():
   """Notes who yields, and that nobody older than all others does."""
