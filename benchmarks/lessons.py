@@ -75,3 +75,18 @@ def draw(
 def tokens(lessons: Sequence[Lesson]) -> int:
   """Returns the useful tokens: all ids."""
   return sum(len(lesson.ids) for lesson in lessons)
+
+
+def flops(lessons: Sequence[Lesson]) -> int:
+  """Counts the operations that an update takes at least.
+
+  The reference's forward, the policy's, and a backward of twice as many; the
+  head of sampled ids alone.
+  """
+  sizes = [len(lesson.ids) for lesson in lessons]
+  done = workload.Work(
+    tokens=sum(sizes),
+    pairs=sum(n * (n + 1) // 2 for n in sizes),
+    sampled=sum(sum(lesson.mask) for lesson in lessons),
+  )
+  return 4 * sum(workload.flops(workload.MODEL, done).values())

@@ -22,9 +22,9 @@ from sesa_jax.policy import attention, backbones, model, sharding
 
 SETTINGS = dict(
   questions=16,
-  rows=4,  # of a micro-batch
+  rows=2,  # of a micro-batch
   row_multiple=512,
-  chunk_tokens=1024,
+  chunk_tokens=512,
   attention="auto",
   remat=False,
 )
@@ -104,7 +104,6 @@ def start(settings: dict[str, Any]) -> dict[str, sides.Order]:
     return dict(
       settings=chosen,
       versions=dict(jax=jax.__version__, numpy=np.__version__),
-      flops={},
     )
 
   def play(run: int = 0) -> dict[str, Any]:

@@ -194,11 +194,12 @@ def _target(plans: Mapping[str, Any]) -> list[str]:
   for name, found in plans.items():
     for label, program in found["programs"].items():
       kernels = ", ".join(f"{n} {k}" for k, n in program["kernels"].items())
-      moved = sum(program["collectives"].values()) / 1e9
+      moved = f"{sum(program['collectives'].values()) / 1e9:.1f}"
       lines.append(
         f"| {name} | {label} | {gib(program['arguments'])} | "
         f"{gib(program['temporaries'])} | {gib(program['total'])} | "
-        f"{gib(program['aliased'])} | {kernels or '-'} | {moved:.1f} |"
+        f"{gib(program['aliased'])} | {kernels or '-'} | "
+        f"{moved if program.get('legible', True) else '?'} |"
       )
   others = [
     (name, cache)

@@ -441,7 +441,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
   return chosen
 
 
-def parse_settings(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+def parse_settings(
+  words: Sequence[str], sides: Sequence[str] = (OURS, *PEERS)
+) -> dict[str, dict[str, Any]]:
   """Reads SIDE.NAME=VALUE; a value is JSON, or else a word.
 
   Raises:
@@ -451,10 +453,10 @@ def parse_settings(words: Sequence[str]) -> dict[str, dict[str, Any]]:
   for word in words:
     left, equals, value = word.partition("=")
     side, dot, name = left.partition(".")
-    if not (equals and dot) or side not in (OURS, *PEERS):
+    if not (equals and dot) or side not in sides:
       raise ValueError(
         f"--set={word}: write SIDE.NAME=VALUE, with a side of "
-        f"{', '.join((OURS, *PEERS))}."
+        f"{', '.join(sides)}."
       )
     try:
       found.setdefault(side, {})[name] = json.loads(value)

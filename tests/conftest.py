@@ -10,9 +10,13 @@ os.environ |= {
   "TPU_SKIP_MDS_QUERY": "1",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
-  # The last of two equal flags wins, so this comes after the caller's.
+  # The last of two equal flags wins, so these come after the caller's. On a
+  # busy machine eight devices on two cores may wait for each other for long; a
+  # test's own limit ends a wait that has no end.
   "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
-  + " --xla_force_host_platform_device_count=8",
+  + " --xla_force_host_platform_device_count=8"
+  + " --xla_cpu_collective_call_terminate_timeout_seconds=280"
+  + " --xla_cpu_collective_timeout_seconds=280",
 }
 # Compiled programs outlive a test run; the name keeps two users apart.
 os.environ.setdefault(

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import install_import_hook
 
 with install_import_hook("sesa_jax.learner.grpo", "beartype.beartype"):
   from sesa_jax.learner import grpo, logprobs
+  from sesa_jax.plan import hlo
+  from sesa_jax.policy import sharding
 
 MOST = 20  # ids that an episode may sample
 KEYWORDS = dict(
@@ -517,3 +520,30 @@ def test_losses_differ_in_what_divides_a_token():
   } == expected
   with pytest.raises(ValueError, match=r"learner.loss 'ppo'.*grpo, dapo"):
     grpo.one_of("learner.loss", "ppo", grpo.LOSSES)
+
+
+def test_on_a_mesh_only_sums_leave_a_device():
+  mesh = sharding.mesh(8, 1)
+  rows = NamedSharding(mesh, PartitionSpec("fsdp", None))
+  values = tokens(0, rows=8, length=16)
+  ones = np.ones((8, 16))
+  arguments = [
+    jax.device_put(x, rows)
+    for x in (*(values[key] for key in (*PER_TOKEN, "advantages")), ones, ones)
+    + (values["mask"], values["segments"])
+  ]
+
+  @jax.jit
+  def both(new, *rest):
+    def loss(new):
+      sums = grpo.policy_loss(new, *rest, ratio="sequence", **KEYWORDS)
+      return sums.loss, sums
+
+    return jax.grad(loss, has_aux=True)(new)
+
+  compiled = both.lower(*arguments).compile()
+  found = hlo.collectives(compiled.as_text())
+  assert {(c.kind, c.bytes > 8 * len(grpo.Sums._fields)) for c in found} == {
+    ("all-reduce", False)
+  }
+  assert compiled(*arguments)[0].sharding.is_equivalent_to(rows, 2)

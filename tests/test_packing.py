@@ -232,7 +232,6 @@ def slope(
   rows=2,
   mesh=(1, 1),
   order=1,
-  attention="xla",
 ):
   """Returns an update's gradient and sums, divided, as one vector."""
   taken = learning.Learner(
@@ -249,7 +248,7 @@ def slope(
     microbatch_rows=rows,
     chunk_tokens=24,
     compute_dtype=dtype,
-    attention=attention,
+    attention="blocks",  # XLA's scores are float32 whatever goes in
     remat=False,
   )
   run = taken.programs
@@ -289,15 +288,12 @@ def check(found, expected, bound):
     assert error <= bound
 
 
-@pytest.mark.parametrize(
-  ("loss", "attention"), [("grpo", "xla"), ("gspo", "blocks")]
-)
-def test_packed_equals_unpacked_in_any_order(weights, loss, attention):
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_packed_equals_unpacked_in_any_order(weights, loss):
   found = functools.partial(slope, weights, loss, "float64")
   with jax.enable_x64(True):
-    alone = found(packed=False, attention=attention)
-    packed = found(packed=True, attention=attention)
-    turned = found(packed=True, attention=attention, order=-1)
+    alone, packed = found(packed=False), found(packed=True)
+    turned = found(packed=True, order=-1)
   check(packed, alone, 1e-9)
   check(turned, alone, 1e-9)
 

@@ -82,7 +82,7 @@ backend_config={"known_trip_count":{"n":"6"}}
   %u = (s32[], f32[8]) while(%x), condition=%outer.cond, body=%unknown.body
   %c = f32[8] conditional(%x, %x), branch_computations={%yes, %add}
   %splash_mha.2 = bf16[8] custom-call(%x), custom_call_target="tpu_custom_call"
-  %RPA_kernel.1 = bf16[8] custom-call(%x), custom_call_target="tpu_custom_call"
+  %ragged_paged.1 = s8[8] custom-call(%x), custom_call_target="tpu_custom_call"
   %f = f32[8] custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"
   %t.9 = f32[8] custom-call(%x), custom_call_target="TopK"
   ROOT %r = f32[8] copy(%x)
@@ -108,7 +108,35 @@ def test_collectives_come_with_their_runs():
 
 
 def test_kernels_are_told_apart():
-  assert hlo.kernels(TEXT) == {"splash": 1, "rpa": 1, "cudnn": 1}
+  assert hlo.kernels(TEXT) == {"splash": 1, "ragged_paged": 1, "cudnn": 1}
+  lowered = (
+    '%0 = stablehlo.custom_call @tpu_custom_call(%a) {kernel_name = "mine"}'
+    "\n%1 = stablehlo.custom_call @__cudnn$fmhaSoftmax(%a)"
+    "\n%2 = stablehlo.custom_call @Sharding(%a)"
+  )
+  assert hlo.kernels(lowered) == {"pallas": 1, "cudnn": 1}
+
+
+def test_a_program_whose_text_cannot_be_read():
+  """Memory is known all the same, and kernels from the text before."""
+  lowered = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "f4"))
+
+  class Illegible:
+    def compile(self):
+      compiled = lowered.compile()
+      compiled.as_text = self.fail
+      return compiled
+
+    def as_text(self):
+      return lowered.as_text() + "%9 = custom_call @__cudnn$fmha(%0)"
+
+    def fail(self):
+      raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+  found = compiled._compile(Illegible(), 0.0)
+  assert (found.legible, found.collectives) == (False, ())
+  assert found.kernels == {"cudnn": 1}
+  assert found.arguments == 8 * 8 * 4
 
 
 def test_a_scan_on_eight_devices():

@@ -157,7 +157,7 @@ def start(settings: dict[str, Any]) -> dict[str, sides.Order]:
       ),
     )
 
-  def play(run: int = 0) -> dict[str, Any]:
+  def play(run: int = 0, batches: Sequence[Batch] = batches) -> dict[str, Any]:
     del run
     began, burnt, total = time.perf_counter(), time.process_time(), 0.0
     for batch in batches:
@@ -166,7 +166,7 @@ def start(settings: dict[str, Any]) -> dict[str, sides.Order]:
       new, _ = logprobs(policy, batch, only_sampled)
       loss = loss_sum(new, base, batch) / len(drawn)
       loss.backward()
-      total += float(loss)
+      total += float(loss.detach())
       del new, base, loss
     torch.nn.utils.clip_grad_norm_(policy.parameters(), work.GRADIENT_CLIP)
     optimizer.step()
@@ -180,7 +180,11 @@ def start(settings: dict[str, Any]) -> dict[str, sides.Order]:
       loss=total,
     )
 
-  return dict(start=about, warm=play, play=play)
+  def warm() -> dict[str, Any]:
+    """Nothing is compiled; threads and allocator get going."""
+    return play(batches=batches[:1])
+
+  return dict(start=about, warm=warm, play=play)
 
 
 if __name__ == "__main__":

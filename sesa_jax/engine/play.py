@@ -177,7 +177,7 @@ class Play:
       self.counts["recomputed"] += max(0, min(stop, held.reached) - start)
       held.cached, held.reached = stop, max(stop, held.reached)
     batch.rows[shard] = row
-    self.counts["padding"] += size - end
+    self.counts["padding"] += (size - end) * (row > 0)
 
   def _copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
     """Copies pages; those that are not used copy trash to trash."""

@@ -27,6 +27,7 @@ class Compiled:
   kernels: Mapping[str, int]  # see `hlo.kernels`
   collectives: tuple[hlo.Collective, ...]
   refused: str = ""  # the compiler's words where it did not fit
+  legible: bool = True  # else collectives are unknown
 
   @property
   def total(self) -> float:
@@ -88,7 +89,11 @@ def _compile(lowered: jax.stages.Lowered, arguments: float) -> Compiled:
       refused=said.splitlines()[0][:200],
     )
   seconds = time.perf_counter() - began
-  memory, text = compiled.memory_analysis(), compiled.as_text()
+  memory = compiled.memory_analysis()
+  try:
+    text = compiled.as_text()
+  except jax.errors.JaxRuntimeError:
+    text = ""  # of a compiler newer than jaxlib, which cannot read it all
   outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
   return Compiled(
     seconds=seconds,
@@ -96,8 +101,9 @@ def _compile(lowered: jax.stages.Lowered, arguments: float) -> Compiled:
     temporaries=float(memory.temp_size_in_bytes),
     outputs=float(max(0, outputs)),
     aliased=float(memory.alias_size_in_bytes),
-    kernels=hlo.kernels(text),
+    kernels=hlo.kernels(text or lowered.as_text()),
     collectives=hlo.collectives(text),
+    legible=bool(text),
   )
 
 

@@ -141,18 +141,22 @@ def collectives(text: str) -> tuple[Collective, ...]:
 def kernels(text: str) -> dict[str, int]:
   """Counts the custom calls that are kernels, by family.
 
-  `splash` and `rpa` (ragged paged attention) on TPU, `cudnn` on GPU; `pallas`
-  is any other kernel of that kind.
+  `splash` and `ragged_paged` attention on TPU, `cudnn` on GPU; `pallas` is any
+  other kernel of that kind.
+
+  Args:
+    text: of a compiled program, or of a lowered one, where functions that are
+      called twice count once.
   """
   found: collections.Counter[str] = collections.Counter()
   for line in text.splitlines():
-    target = re.search(r'custom_call_target="([^"]*)"', line)
-    if not target:
-      continue
-    if target[1].startswith("__cudnn"):
+    target = re.search(r'custom_call_target="([^"]*)"|custom_call @(\w+)', line)
+    name = (target[1] or target[2]) if target else ""
+    if name.startswith("__cudnn"):
       found["cudnn"] += 1
-    elif target[1] == "tpu_custom_call":
-      name = line.split("=", 1)[0].lower()
-      known = [k for k in ("splash", "rpa", "ragged_paged") if k in name]
+    elif name == "tpu_custom_call":
+      given = re.search(r'kernel_name = "([^"]*)"', line)
+      own = (given[1] if given else line.split("=", 1)[0]).lower()
+      known = [k for k in ("splash", "ragged_paged") if k in own]
       found[known[0] if known else "pallas"] += 1
   return dict(found)

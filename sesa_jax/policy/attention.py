@@ -159,6 +159,7 @@ def splash(
     masks.MultiHeadMask([masks.CausalMask((length, length))] * heads),
     head_shards=1,
     q_seq_shards=1,
+    residual_checkpoint_name="attention",  # as of `blocks`
     interpret=interpret,
     block_sizes=kernel.BlockSizes(
       block_q=block_q,
