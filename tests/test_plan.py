@@ -413,6 +413,17 @@ def test_the_command_line():
   assert not done.stdout
 
 
+@pytest.mark.parametrize(("gives", "code"), [("1", 1), ("0", 0), ("None", 0)])
+def test_a_modes_exit_code_is_the_commands(gives, code):
+  text = (
+    "import sys; from sesa_jax import main; "
+    f"main.MODES['plan'] = lambda: {gives}; sys.exit(main.main())"
+  )
+  command = [sys.executable, "-c", text, "--mode=plan"]
+  done = subprocess.run(command, cwd=ROOT, timeout=120)
+  assert done.returncode == code
+
+
 def test_weights_need_not_be_here(monkeypatch, tmp_path):
   monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path))
   config = qwen3_4b.get_config()

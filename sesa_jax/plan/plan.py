@@ -240,18 +240,23 @@ def _rollout(
     # A pool that is too large would be refused, and tell nothing.
     tried = _with_pages(layout, 0.9 * free)
     arguments = decode.arguments(tried)
-    pool = device_bytes(arguments["copy"][0])
     mark = f" {layout.kind}" if number else ""
-    worst, beside = "", 0.0
-    for name in ("prefill", "decode", "copy"):
-      label = f"{name}{mark}"
-      program = getattr(decode.programs(tried), name)
-      found = compile_one(label, program, arguments[name])
-      if found.temporaries + found.outputs > beside:
-        worst, beside = label, found.temporaries + found.outputs
-      if name == "decode":
-        temporaries = found.temporaries
-    fitting = int(max(0.0, free - beside) // (pool / tried.pages))
+    found = {
+      f"{name}{mark}": compile_one(
+        f"{name}{mark}", getattr(decode.programs(tried), name), arguments[name]
+      )
+      for name in ("decode", "prefill", "copy")
+    }
+    decoding, _, copying = found.values()
+    # As it lies there: a TPU pads small sides.
+    pool = max(device_bytes(arguments["copy"][0]), copying.aliased)
+    beside = {
+      label: program.total - pool - (0 if program is copying else copy)
+      for label, program in found.items()
+    }
+    worst = max(beside, key=beside.__getitem__)
+    room = max(0.0, free - beside[worst])
+    fitting = int(room // (pool / tried.pages))
     cache = Cache(
       kind=layout.kind,
       pages=layout.pages,
@@ -259,14 +264,14 @@ def _rollout(
       page_size=layout.page_size,
       width=layout.width,
       shards=layout.data * run.target.hosts,
-      temporaries=temporaries,
+      temporaries=decoding.temporaries,
       tokens_per_second=None,
     )
     rate = decode_rate(run, layout, cache)
     caches.append(dataclasses.replace(cache, tokens_per_second=rate))
     if not number:
       kept = resident | {"keys and values": pool / tried.pages * layout.pages}
-      phases.append(Phase(ROLLOUT, worst, kept, beside, memory))
+      phases.append(Phase(ROLLOUT, worst, kept, beside[worst], memory))
   return phases, tuple(caches)
 
 
