@@ -47,10 +47,9 @@ PEERS = {
       {"by_length": False},
       {"group": 32},
       {"group": 16},
-      {"cache": "static"},
+      {"cache": "dynamic"},
       {"attention": "eager"},
       {"threads": 1},
-      {"masked_gqa": True},
     ),
   ),
   "tunix": Peer(

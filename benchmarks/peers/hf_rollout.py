@@ -16,9 +16,8 @@ SETTINGS = dict(
   threads=0,  # 0: as many as there are cores
   group=64,  # rows of a call
   by_length=True,
-  cache="dynamic",  # or "static"
+  cache="static",  # or "dynamic", which is copied whenever it grows
   attention="sdpa",  # or "eager"
-  masked_gqa=False,  # sdpa reads grouped keys as they are, also under a mask
 )
 PAD = 0
 
@@ -27,7 +26,6 @@ def start(settings: dict[str, Any]) -> dict[str, sides.Order]:
   """Builds the model."""
   chosen = sides.merged(SETTINGS, settings)
   cores = len(os.sched_getaffinity(0))
-  os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = str(int(chosen["masked_gqa"]))
   chosen["threads"] = chosen["threads"] or cores
   torch.set_num_threads(chosen["threads"])
   torch.manual_seed(0)

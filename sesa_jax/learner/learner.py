@@ -113,6 +113,9 @@ def programs(recipe: Recipe) -> Programs:
   everywhere = NamedSharding(recipe.mesh, PartitionSpec())
   rows = NamedSharding(recipe.mesh, PartitionSpec("fsdp", None))
 
+  first = recipe.mesh.devices.flat[0]
+  several_on_cpu = recipe.mesh.size > 1 and first.platform == "cpu"
+
   def forward(weights, batch, temperature):
     hidden = model.hidden(
       recipe.graphdef,
@@ -132,6 +135,7 @@ def programs(recipe: Recipe) -> Programs:
       temperature=temperature,
       chunk_tokens=recipe.chunk_tokens,
       entropy_gradient=recipe.entropy_bonus,
+      skip_chunks=not several_on_cpu,
     )
 
   def score(weights, batch, temperature):

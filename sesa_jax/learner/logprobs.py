@@ -18,6 +18,7 @@ def token_logprobs(
   temperature: Float[Array, ""] | float,
   chunk_tokens: int,
   entropy_gradient: bool = False,
+  skip_chunks: bool = True,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Returns the logprob of each sampled id, and the entropy it was drawn from.
 
@@ -38,6 +39,8 @@ def token_logprobs(
     temperature: of the sampling, above 0.
     chunk_tokens: tokens whose logits exist at once; at least one column.
     entropy_gradient: the entropy has one, for a bonus on it.
+    skip_chunks: leave chunks out that nobody wants. Several devices of XLA:CPU
+      wait for each other for ever in a branch with collectives.
   """
   dtype = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
   rows, length = ids_BT.shape
@@ -72,6 +75,8 @@ def token_logprobs(
     def skip(hidden, targets):
       return (jnp.zeros(targets.shape, dtype),) * 2
 
+    if not skip_chunks:
+      return None, score(hidden, targets)
     return None, jax.lax.cond(wanted.any(), score, skip, hidden, targets)
 
   # From the place predicted to the place that predicts, the wanted ones first.
