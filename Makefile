@@ -10,15 +10,21 @@ PY := $(VENV)/bin/python
 SUITABLE := import sys, venv, ensurepip; \
   sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: demo test fast lint assets clean
+.PHONY: demo test plan fast lint assets clean
 
 demo: assets
 	$(PY) -m sesa_jax.main --config=configs/smollm2_135m.py --workdir=$(WORKDIR)
 
 test: export JAX_PLATFORMS = cpu
-test: assets lint $(VENV)/plan
+test: assets lint
 	$(PY) third_party/fetch.py --set=tokenizers
 	$(PY) -m pytest
+
+# The tests that compile for hardware that is not here.
+plan: export JAX_PLATFORMS = cpu
+plan: assets $(VENV)/plan
+	$(PY) -m pytest tests/test_plan.py tests/test_attention.py \
+	  tests/test_rollout_attention.py
 
 fast: export JAX_PLATFORMS = cpu
 fast: lint

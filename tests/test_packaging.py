@@ -190,6 +190,7 @@ def test_make_test_lints_and_runs_all_tests_on_the_cpu(tmp_path):
   steps = make("-n", "test", f"VENV={tmp_path}").stdout.splitlines()
   for step in ("ruff check .", "ruff format --check .", "pytest"):
     assert f"{tmp_path}/bin/python -m {step}" in steps
+  steps = make("-n", "plan", f"VENV={tmp_path}").stdout.splitlines()
   assert any("--editable '.[plan]'" in step for step in steps)
   assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec make test"
   assert os.access(ROOT / ".ci" / "run", os.X_OK)
