@@ -267,8 +267,10 @@ def _add_figures(side: dict[str, Any], matmul: float | None) -> None:
     play["cpu_seconds"] / play["seconds"] for play in side["runs"]
   )
   counted = [play["counts"] for play in side["runs"] if "counts" in play]
-  side["host_microseconds_per_token"] = counted and _median(
-    1e6 * counts["seconds/host"] / _processed(counts) for counts in counted
+  side["host_microseconds_per_token"] = (
+    _median(1e6 * c["seconds/host"] / _processed(c) for c in counted)
+    if counted
+    else None
   )
 
 
@@ -477,7 +479,8 @@ def _plan(
     return f"Settings of {chosen.trials}", sides, False, {}
   if chosen.ablations:
     base = {"no refill": _words(WITH_REFILL)}
-    return "An idea off at a time", sides_of_ablations(settings), True, base
+    # One after the other: together they need more memory than they should.
+    return "An idea off at a time", sides_of_ablations(settings), False, base
   if chosen.scale:
     return "Tiny model", sides_of_scale(settings), False, None
   if chosen.smollm2:
