@@ -24,6 +24,7 @@ from sesa_jax.policy import backbones, model, sharding, tokenizer, weights
 from sesa_jax.tools import locate
 
 SETTINGS = dict(
+  devices=1,  # data shards, each on a virtual CPU device of its own
   slots=64,
   page_size=128,
   pages=0,  # 0: ample
@@ -147,7 +148,7 @@ def _ours(
     NoText(),
     chosen["token_bytes"],
     (),  # no id ends a turn: lengths are forced
-    mesh=sharding.rollout_mesh(1, jax.devices()[:1]),
+    mesh=sharding.rollout_mesh(1, jax.devices()),
     slots=chosen["slots"],
     length=length,
     page_size=chosen["page_size"],
@@ -334,6 +335,7 @@ def _gathering(plain):
 def start(settings: dict[str, Any]) -> dict[str, sides.Order]:
   """Builds engine and weights."""
   chosen = sides.merged(SETTINGS, settings)
+  jax.config.update("jax_num_cpu_devices", chosen["devices"])
   compiled = sides.watch_compilation()
   _switch_off(chosen)
   player = Player(chosen)

@@ -149,7 +149,7 @@ def page(plans: Mapping[str, Any]) -> str:
   shorter = [
     (name, target, changes, found)
     for name, target, changes in SHORTER
-    if (found := plans.get(_key(name, target, changes))) is not None
+    if (found := plans.get(key(name, target, changes))) is not None
   ]
   if shorter:
     lines += ["", "## Shorter rows", "", *_rows(SHORTER_HEAD)]
@@ -162,7 +162,8 @@ def page(plans: Mapping[str, Any]) -> str:
   return "\n".join([*lines, ""])
 
 
-def _key(name: str, target: str, changes: Mapping[str, Any]) -> str:
+def key(name: str, target: str, changes: Mapping[str, Any]) -> str:
+  """Names a plan in plans.json."""
   return " ".join([name, target, *(f"{k}={v}" for k, v in changes.items())])
 
 
@@ -272,9 +273,9 @@ def main() -> None:
     if name in (asked.config or CONFIGS) and target in (
       asked.target or TARGETS
     ):
-      print(_key(name, target, changes), flush=True)
+      print(key(name, target, changes), flush=True)
       found = make(name, targets.find(target), changes, known)
-      plans[_key(name, target, changes)] = found
+      plans[key(name, target, changes)] = found
       file.write_text(json.dumps(plans, indent=1) + "\n", "utf-8")
       (DOCS / "plans.md").write_text(page(plans), "utf-8")
 

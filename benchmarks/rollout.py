@@ -67,6 +67,7 @@ PEERS = {
 }
 OUR_TRIALS = (
   {},
+  {"devices": 2},
   {"slots": 32},
   {"slots": 16},
   {"steps_per_dispatch": 16},

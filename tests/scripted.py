@@ -56,7 +56,14 @@ class ScriptedEngine:
         episode = self._episode(weights, request, attempt, environment)
         on_episode(episode)
         episodes.append(episode)
-    metrics = {"tokens/sampled": sum(int(e.mask.sum()) for e in episodes)}
+    sampled = sum(int(e.mask.sum()) for e in episodes)
+    metrics = {
+      "tokens/sampled": sampled,
+      "tokens/prefilled": 0,
+      "slot_steps": sampled,
+      "seconds": 1.0,
+      "seconds/matmul": 0.5,
+    }
     return engine_lib.Played(tuple(episodes), metrics)
 
   def _episode(self, weights, request, attempt, environment) -> types.Episode:

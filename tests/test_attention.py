@@ -201,6 +201,7 @@ def compiled(target, kind, tensor, length, heads, kv_heads):
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 @uncached
 @pytest.mark.parametrize(
   ("target", "tensor", "length", "heads", "kv_heads"),
@@ -220,6 +221,7 @@ def test_splash_compiles(target, tensor, length, heads, kv_heads):
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 @uncached
 @pytest.mark.parametrize(
   ("tensor", "length", "heads", "kv_heads"),

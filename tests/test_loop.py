@@ -368,7 +368,7 @@ def test_the_bank_reaches_the_solver_and_never_the_challenger(tmp_path):
 
 # --- same seed, same run -----------------------------------------------------
 
-_TIMES = ("seconds", "tokens_per_second")
+_TIMES = ("seconds", "tokens_per_second", "matmul_share")
 
 
 def content(folder: Path) -> dict[str, object]:

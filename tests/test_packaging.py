@@ -188,8 +188,11 @@ def test_the_set_up_is_done_once(tmp_path):
 def test_make_test_lints_and_runs_all_tests_on_the_cpu(tmp_path):
   (tmp_path / "installed").touch()
   steps = make("-n", "test", f"VENV={tmp_path}").stdout.splitlines()
-  for step in ("ruff check .", "ruff format --check .", "pytest"):
+  parts = "ruff check .", "ruff format --check .", "pytest -m 'not compiles'"
+  for step in parts:
     assert f"{tmp_path}/bin/python -m {step}" in steps
+  others = f"{tmp_path}/compilers/bin/python -m pytest -m compiles"
+  assert steps[-1] == others
   steps = make("-n", "plan", f"VENV={tmp_path}").stdout.splitlines()
   assert any("--editable '.[plan]'" in step for step in steps)
   assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec make test"

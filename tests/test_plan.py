@@ -227,11 +227,11 @@ def test_phases_by_hand(compile_to):
 
 def test_an_offload_frees_what_waits_and_not_what_runs(compile_to):
   compile_to(temporaries=0)
-  plans = [
+  both = [
     plan.make(run.read(changed(**{"learner.offload": off}), here(), ()))
     for off in (False, True)
   ]
-  kept, freed = ({p.name: p.total for p in x.phases} for x in plans)
+  kept, freed = ({p.name: p.total for p in x.phases} for x in both)
   moments, reference = 8 * PARAMETERS, 4 * PARAMETERS
   saved = {name: kept[name] - freed[name] for name in kept}
   assert saved.pop("update, step") == moments + reference
@@ -392,6 +392,7 @@ def test_what_is_not_installed_is_named(name, module, monkeypatch):
     targets.find(name)
 
 
+@pytest.mark.compiles
 def test_a_topology_that_there_is_not_is_one_line():
   pytest.importorskip("libtpu")
   with pytest.raises(ValueError, match=r"--target=v5e:3x5: .*") as error:
@@ -457,6 +458,7 @@ SMALL = dataclasses.replace(
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
   ("name", "training", "rollout"),
@@ -465,7 +467,7 @@ SMALL = dataclasses.replace(
 def test_memory_stays_in_its_budget(name, training, rollout):
   """One config on a TPU and on A100: kernels, aliasing, bytes of a device."""
   for module in ("libtpu", "jax_plugins.xla_cuda12"):
-    pytest.importorskip(module, reason="make plan installs the compilers")
+    pytest.importorskip(module)
   target = targets.find(name)
   changes = {
     "challenger.episode_tokens": 1024,

@@ -438,6 +438,7 @@ def compiled(target, kind, decode, kv_heads, group, tensor):
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 @uncached
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize(
@@ -457,6 +458,7 @@ def test_compiles_for_tpu(target, kv_heads, group, decode):
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 @uncached
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize(("kv_heads", "group"), [(8, 4), (4, 7), (1, 7)])

@@ -54,7 +54,13 @@ class Engine:
           if lost
           else episode(request, attempt, self.finish, self.answer)
         )
-    metrics = {"tokens/sampled": 10, "tokens/prefilled": 20, "seconds": 2.0}
+    metrics = {
+      "tokens/sampled": 10,
+      "tokens/prefilled": 20,
+      "slot_steps": 20,
+      "seconds": 2.0,
+      "seconds/matmul": 0.5,
+    }
     return engine_lib.Played(tuple(episodes), metrics)
 
 
@@ -105,6 +111,8 @@ def test_lost_episodes_are_replayed_and_only_they():
   assert metrics["tokens/sampled"] == 30
   assert metrics["seconds"] == 6.0
   assert metrics["tokens_per_second"] == (30 + 60) / 6
+  assert metrics["occupancy"] == 0.5
+  assert metrics["matmul_share"] == 0.25
 
 
 def test_what_stays_lost_is_unknown_never_wrong():

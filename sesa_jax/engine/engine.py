@@ -11,8 +11,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sesa_jax import distributed, types
+from sesa_jax import costs, distributed, types
 from sesa_jax.engine import attention as attention_lib
 from sesa_jax.engine import decode, stops
 from sesa_jax.engine.pages import pages_for
@@ -33,7 +34,10 @@ _PROBE_PROMPT, _PROBE_SAMPLED, _PROBE_ATTEMPTS = 48, 16, 2
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-  """Episodes in the order of requests and attempts, and what they cost."""
+  """Episodes in the order of requests and attempts, and what they cost.
+
+  Of several plays, `metrics` add up; `rates` are made of the sums.
+  """
 
   episodes: tuple[types.Episode, ...]
   metrics: dict[str, float]
@@ -222,8 +226,14 @@ class Engine:
   def _metrics(self, play: Play, seconds: float) -> dict[str, float]:
     """Counts, which repeat, and times, which do not."""
     counts, times = play.counts, play.seconds
-    slot_steps = counts["steps"] * self.layout.slots
     device, tools = times["device"], times["tool_wait"]
+    flops = costs.forward(
+      self.layout.graphdef.backbone,
+      tokens=counts["sampled"] + counts["prefilled"],
+      context=counts["decode_pairs"] + counts["prefill_pairs"],
+      scored=counts["sampled"],
+    )
+    matmul = matmul_rate(self.layout.mesh, self.layout.dtype.name)
     # `padding` and `idle`: places in prefill batches and in the decode loop
     # that were computed for nobody.
     names = "sampled prefilled shared recomputed padding idle".split()
@@ -235,12 +245,13 @@ class Engine:
       "preempted": counts["preempted"],
       "dispatches": counts["dispatches"],
       "steps": counts["steps"],  # of all data shards together
-      "occupancy": counts["sampled"] / max(slot_steps, 1),
+      "slot_steps": counts["steps"] * self.layout.slots,
+      "flops": flops.total,
       "seconds": seconds,
       "seconds/device": device,
       "seconds/tool_wait": tools,
       "seconds/host": seconds - device - tools,
-      "tokens_per_second": (counts["sampled"] + counts["prefilled"]) / seconds,
+      "seconds/matmul": flops.total / matmul,
     }
 
   def _check(self, requests: Sequence[types.Request]) -> None:
@@ -275,6 +286,43 @@ class Engine:
         f"{needs + 1} (one is not used), or lower episode_tokens to "
         f"{have * size + 1}."
       )
+
+
+def rates(metrics: Mapping[str, float]) -> dict[str, float]:
+  """Returns the ratios of a play's metrics, or of the sums of several.
+
+  occupancy = sampled / (steps slots),
+  tokens_per_second = (sampled + prefilled) / seconds,
+  matmul_share = seconds that matmuls alone would have taken / seconds.
+  """
+  passes = metrics["tokens/sampled"] + metrics["tokens/prefilled"]
+  return {
+    "occupancy": metrics["tokens/sampled"] / max(metrics["slot_steps"], 1),
+    "tokens_per_second": passes / metrics["seconds"],
+    "matmul_share": metrics["seconds/matmul"] / metrics["seconds"],
+  }
+
+
+@functools.lru_cache
+def matmul_rate(mesh: Mesh, dtype: str) -> float:
+  """Measures a product of two square matrices on a mesh: FLOPs a second.
+
+  Its first device's, times their number; virtual CPU devices share one's.
+  """
+  device = mesh.devices.flat[0]
+  cpu = device.platform == "cpu"
+  size = 1024 if cpu else 8192
+  ones = jax.device_put(np.ones((size, size), dtype), device)
+  product = jax.jit(jnp.matmul)
+  product(ones, ones).block_until_ready()
+
+  def seconds() -> float:
+    began = time.perf_counter()
+    product(ones, ones).block_until_ready()
+    return time.perf_counter() - began
+
+  taken = statistics.median(seconds() for _ in range(5))
+  return 2 * size**3 / taken * (1 if cpu else mesh.devices.size)
 
 
 class _OneTurn:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sesa_jax import distributed, prompts, types
+from sesa_jax.engine import engine
 from sesa_jax.judge import scoring
 
 REPLAYS = 2  # times that an episode whose tool call was lost is played again
@@ -55,9 +56,7 @@ def play(
     ]
     for name, value in again.metrics.items():
       metrics[name] += value
-  if metrics.get("seconds"):
-    passes = metrics["tokens/sampled"] + metrics["tokens/prefilled"]
-    metrics["tokens_per_second"] = passes / metrics["seconds"]
+  metrics |= engine.rates(metrics)
   metrics["lost"] = sum(e.finish == "lost" for e in episodes)
   return distributed.gather(episodes), metrics
 
