@@ -200,7 +200,7 @@ def _target(plans: Mapping[str, Any]) -> list[str]:
         f"| {name} | {label} | {gib(program['arguments'])} | "
         f"{gib(program['temporaries'])} | {gib(program['total'])} | "
         f"{gib(program['aliased'])} | {kernels or '-'} | "
-        f"{moved if program.get('legible', True) else '?'} |"
+        f"{moved} |"
       )
   others = [
     (name, cache)

@@ -117,26 +117,27 @@ def test_kernels_are_told_apart():
   assert hlo.kernels(lowered) == {"pallas": 1, "cudnn": 1}
 
 
-def test_a_program_whose_text_cannot_be_read():
-  """Memory is known all the same, and kernels from the text before."""
-  lowered = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "f4"))
+def test_the_text_that_a_compiler_writes_says_the_same(tmp_path):
+  mesh = sharding.mesh(8, 1, jax.devices())
+  rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+  shape = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=rows)
+  lowered = jax.jit(lambda x: x @ x).lower(shape)
+  known, written = (
+    compiled._compile(lowered, 0.0, dump) for dump in (None, tmp_path)
+  )
+  assert any(tmp_path.iterdir())
+  assert known.collectives == written.collectives
+  assert len(known.collectives) == 1
+  for path in tmp_path.glob("*after_optimizations.txt"):
+    path.write_text("%0 = custom_call @__cudnn$fmha()")
 
-  class Illegible:
-    def compile(self):
-      compiled = lowered.compile()
-      compiled.as_text = self.fail
-      return compiled
+  # It is what was written that is read.
+  class Again:
+    def compile(self, options):
+      assert options["xla_dump_to"] == str(tmp_path)
+      return lowered.compile()
 
-    def as_text(self):
-      return lowered.as_text() + "%9 = custom_call @__cudnn$fmha(%0)"
-
-    def fail(self):
-      raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
-
-  found = compiled._compile(Illegible(), 0.0)
-  assert (found.legible, found.collectives) == (False, ())
-  assert found.kernels == {"cudnn": 1}
-  assert found.arguments == 8 * 8 * 4
+  assert compiled._compile(Again(), 0.0, tmp_path).kernels == {"cudnn": 1}
 
 
 def test_a_scan_on_eight_devices():
@@ -182,7 +183,7 @@ def compile_to(monkeypatch):
   """Makes every compilation come to the given temporaries, at once."""
 
   def set_to(temporaries):
-    def stand_in(lowered, arguments):
+    def stand_in(lowered, arguments, dump):
       return program(arguments=arguments, temporaries=float(temporaries))
 
     monkeypatch.setattr(compiled, "_compile", stand_in)
@@ -315,9 +316,9 @@ def test_a_program_is_compiled_once(compile_to, monkeypatch):
   monkeypatch.setattr(
     compiled,
     "_compile",
-    lambda lowered, size: (
+    lambda lowered, size, dump: (
       texts.append(lowered.as_text()),
-      once(lowered, size),
+      once(lowered, size, dump),
     )[1],
   )
   known = {}

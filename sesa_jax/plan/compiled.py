@@ -6,8 +6,10 @@ import dataclasses
 import hashlib
 import math
 import re
+import tempfile
 import time
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +29,6 @@ class Compiled:
   kernels: Mapping[str, int]  # see `hlo.kernels`
   collectives: tuple[hlo.Collective, ...]
   refused: str = ""  # the compiler's words where it did not fit
-  legible: bool = True  # else collectives are unknown
 
   @property
   def total(self) -> float:
@@ -58,14 +59,26 @@ def compile_program(
   text = f"{jax.__version__} {target.name} {lowered.as_text()}"
   key = hashlib.sha256(text.encode()).hexdigest()
   if key not in known:
-    known[key] = _compile(lowered, device_bytes(arguments))
+    tpu = target.platform == "tpu"
+    with tempfile.TemporaryDirectory() as folder:
+      dump = Path(folder) if tpu else None
+      known[key] = _compile(lowered, device_bytes(arguments), dump)
   return known[key]
 
 
-def _compile(lowered: jax.stages.Lowered, arguments: float) -> Compiled:
+def _compile(
+  lowered: jax.stages.Lowered, arguments: float, dump: Path | None
+) -> Compiled:
+  """Compiles; libtpu writes its text to a folder.
+
+  jaxlib cannot read all that a newer libtpu made of a program.
+  """
+  options: dict[str, Any] = {}
+  if dump:
+    options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
   began = time.perf_counter()
   try:
-    compiled = lowered.compile()
+    compiled = lowered.compile(options)
   except jax.errors.JaxRuntimeError as error:
     said = str(error)
     if "RESOURCE_EXHAUSTED" not in said:
@@ -90,10 +103,8 @@ def _compile(lowered: jax.stages.Lowered, arguments: float) -> Compiled:
     )
   seconds = time.perf_counter() - began
   memory = compiled.memory_analysis()
-  try:
-    text = compiled.as_text()
-  except jax.errors.JaxRuntimeError:
-    text = ""  # of a compiler newer than jaxlib, which cannot read it all
+  written = [*dump.glob("*after_optimizations.txt")] if dump else []
+  text = written[0].read_text("utf-8") if written else compiled.as_text()
   outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
   return Compiled(
     seconds=seconds,
@@ -101,9 +112,8 @@ def _compile(lowered: jax.stages.Lowered, arguments: float) -> Compiled:
     temporaries=float(memory.temp_size_in_bytes),
     outputs=float(max(0, outputs)),
     aliased=float(memory.alias_size_in_bytes),
-    kernels=hlo.kernels(text or lowered.as_text()),
+    kernels=hlo.kernels(text),
     collectives=hlo.collectives(text),
-    legible=bool(text),
   )
 
 

@@ -222,8 +222,6 @@ def _costs(plan: Plan) -> rich.table.Table:
     table.add_row("all", "", f"{found['hours']:.2f}")
   table.add_section()
   for name, program in plan.programs.items():
-    if not program.legible:
-      table.add_row(f"{name}: collectives", "", "?")
     sums: collections.Counter[str] = collections.Counter()
     runs: collections.Counter[str] = collections.Counter()
     for c in program.collectives:
