@@ -1,4 +1,4 @@
-"""Which admission threshold an encoder needs: `bank.threshold`.
+"""Which admission threshold an encoder needs: `encoder.threshold`.
 
     python -m benchmarks.admission --encoder=assets:all-minilm-l6-v2
 

@@ -21,6 +21,8 @@ PRESETS = {
   "no_frontier": {"frontier.reward": "failure", "frontier.gate": "any_failure"},
   "no_bell": {"frontier.reward": "failure"},
   "no_gate": {"frontier.gate": "any_failure"},
+  # Skills of the same bank that are far from the question.
+  "placebo": {"bank.arm": "placebo"},
 }
 
 
@@ -51,6 +53,32 @@ def question_set(path: str, size: int, answerable: bool = False) -> ConfigDict:
     answerable: only those whose answer is in BM25's first 5 passages.
   """
   return ConfigDict(dict(path=path, size=size, answerable=answerable))
+
+
+def encoder(
+  path: str, threshold: float, query: str = "", passage: str = ""
+) -> ConfigDict:
+  """Names an encoder with all that belongs to it and to no other.
+
+  Args:
+    path: a folder of a BERT; "hash" hashes words, for tests.
+    threshold: greatest cosine to a known skill at which one is admitted.
+    query: before a question.
+    passage: before a skill.
+  """
+  return ConfigDict(
+    dict(
+      path=path,
+      query_prefix=query,
+      passage_prefix=passage,
+      threshold=threshold,
+    )
+  )
+
+
+def minilm() -> ConfigDict:
+  """Returns all-MiniLM-L6-v2, its threshold calibrated: docs/skills.md."""
+  return encoder("assets:all-minilm-l6-v2", 0.575)
 
 
 def get_config() -> ConfigDict:
@@ -153,15 +181,15 @@ def get_config() -> ConfigDict:
           "avoidance",
           "templates",
         ),
-        threshold=0.93,  # admission, E5-base-v2's, SESA
-        credit="rollout",  # or "majority", "relative"
+        arm="skills",  # or "placebo", "scrambled": blocks that should not help
+        index="auto",  # ScaNN where it is installed; or "exact", "scann"
+        credit="rollout",  # or "majority", "relative", "control"
+        control_attempts=0,  # a question, without skills beside the others
         retire_after=3,  # showings, SESA
       ),
-      encoder=dict(  # a folder of a BERT; "hash" hashes words, for tests
-        path="assets:e5-base-v2",
-        query_prefix="query: ",
-        passage_prefix="passage: ",
-      ),
+      encoder=encoder(
+        "assets:e5-base-v2", 0.93, "query: ", "passage: "
+      ),  # SESA
       distillation=dict(
         distiller="chat",  # or "offline"
         every=10,  # iterations, SESA

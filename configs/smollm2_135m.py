@@ -13,8 +13,8 @@ Differs from the paper to fit about 90,000 token-passes: one-hop seeds, few
 attempts and turns, short episodes. To suit so small a model: a worked episode
 in the prompt, of each skill its description alone, temperature 0.4, every
 substantive failure recorded. And by what runs offline: the solver as the
-evidence check's answerer, the offline distiller, BM25, all-MiniLM-L6-v2 with a
-provisional admission threshold.
+evidence check's answerer, the offline distiller, BM25, all-MiniLM-L6-v2 with
+its own admission threshold.
 """
 
 from ml_collections import ConfigDict
@@ -68,10 +68,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.bank.top = 1
   config.bank.block_tokens = 64
   config.bank.fields = ("description",)  # more of it, and it forgets the format
-  config.bank.threshold = 0.70  # MiniLM's, provisional
-  config.encoder.path = "assets:all-minilm-l6-v2"
-  config.encoder.query_prefix = ""
-  config.encoder.passage_prefix = ""
+  config.encoder = common.minilm()
   config.distillation.distiller = "offline"
   config.distillation.every = 1
   config.distillation.min_pending = 1

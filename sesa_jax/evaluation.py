@@ -1,7 +1,8 @@
 """Questions x policy x bank: scores, intervals, predictions, a table.
 
 Greedy, one attempt a question. A bank mode says what is in the prompt:
-`none` is the policy alone, `final` is the bank as it stands.
+`none` is the policy alone, `final` is the bank as it stands, `placebo` and
+`scrambled` are blocks of it that should not help (`skills.arms`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import rich.table
 
 from sesa_jax import types
 from sesa_jax.judge import scoring
+from sesa_jax.skills import arms
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import selfplay
 
@@ -58,7 +60,7 @@ def evaluate(
 
   Args:
     weights: the solver's rollout weights.
-    bank: for the mode "final".
+    bank: for all modes but "none".
     sets: name -> questions.
     tools: of the run.
     config: the run's; reads `eval`, `solver`, `bank`.
@@ -74,9 +76,12 @@ def evaluate(
   cells = []
   for mode in config.eval.banks:
     began = time.perf_counter()
-    shown, blocks = {}, {}
-    if mode == "final":
-      shown, blocks = show_skills(bank, everything, tools, config)
+    shown, blocks, missed = {}, {}, 0
+    if mode != "none":
+      arm = "skills" if mode == "final" else mode
+      shown, blocks, missed = show_skills(
+        bank, everything, tools, config, arm=arm, iteration=iteration
+      )
     attempts, _ = selfplay.solve(
       weights,
       everything,
@@ -100,6 +105,7 @@ def evaluate(
           config.eval.confidence,
         )
         | {"seconds/question": seconds}
+        | ({"placebo_missed": missed} if mode == "placebo" else {})
       )
   return cells
 
@@ -109,11 +115,23 @@ def show_skills(
   questions: Sequence[types.Question],
   tools: types.Tools,
   config: Any,
-) -> tuple[dict[str, tuple[types.Skill, ...]], dict[str, str]]:
+  *,
+  arm: str = "skills",
+  iteration: int = 0,
+) -> tuple[dict[str, tuple[types.Skill, ...]], dict[str, str], int]:
   """Retrieves each question's skills and renders them within the budget.
 
+  Args:
+    bank: of the iteration.
+    questions: with ids that are unique among them.
+    tools: of the run.
+    config: the run's; reads `bank` and `seed`.
+    arm: `skills`, or one of `skills.arms`: `placebo`, `scrambled`.
+    iteration: with the seed the key of the other arms' draws.
+
   Returns:
-    question id -> the skills that are shown, and question id -> their block.
+    question id -> the skills that are shown, question id -> their block, and
+    the number of placebo blocks that are not of the real one's length.
   """
   found = skill_bank.top(
     bank,
@@ -121,18 +139,32 @@ def show_skills(
     tools.encoder,
     k=config.bank.top,
     min_score=config.bank.min_score,
+    kind=config.bank.index,
   )
   shown, blocks = {}, {}
   for name, skills in found.items():
     block, kept = skill_bank.render(
       skills,
-      lambda text: len(tools.tokenizer.encode(text, add_special_tokens=False)),
+      tools.count_tokens,
       config.bank.block_tokens,
       config.bank.fields,
     )
     if kept:
       shown[name], blocks[name] = kept, block
-  return shown, blocks
+  drawn = dict(fields=config.bank.fields, seed=config.seed, iteration=iteration)
+  if arm == "placebo":
+    return arms.placebo(
+      bank,
+      questions,
+      tools.encoder,
+      blocks,
+      shown,
+      tools.count_tokens,
+      **drawn,
+    )
+  if arm == "scrambled":
+    return *arms.scrambled(shown, **drawn), 0
+  return shown, blocks, 0
 
 
 def score(
@@ -194,9 +226,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> rich.table.Table:
   out.add_column("n", justify="right")
   for number, mode in columns:
     moment = {0: "before", last: "after"}.get(number, f"iteration {number}")
-    out.add_column(
-      f"{moment}\nbank {'off' if mode == 'none' else 'on'}", justify="right"
-    )
+    out.add_column(f"{moment}\nbank {_MODES.get(mode, mode)}", justify="right")
   for name in dict.fromkeys(cell["set"] for cell in cells):
     row = {(c["iteration"], c["bank"]): c for c in cells if c["set"] == name}
     out.add_row(
@@ -205,6 +235,9 @@ def table(cells: Sequence[Mapping[str, Any]]) -> rich.table.Table:
       *(_cell_text(row[column]) if column in row else "" for column in columns),
     )
   return out
+
+
+_MODES = {"none": "off", "final": "on"}
 
 
 def _cell_text(cell: Mapping[str, Any]) -> str:

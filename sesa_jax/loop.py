@@ -35,6 +35,7 @@ from sesa_jax.data import seeds as seeds_lib
 from sesa_jax.language import question_key
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.skills import bank as skill_bank
+from sesa_jax.skills import life
 from sesa_jax.stages import (
   distillation,
   frontier,
@@ -79,13 +80,18 @@ def iteration(
   )
   checked = _check(weights, posed, state.pool, world, config, number)
   tasks = checked.tasks
-  begin("solve", len(tasks) * config.solver.group_size)
-  shown, blocks = evaluation.show_skills(state.bank, tasks, tools, config)
+  tried = config.solver.group_size + config.bank.control_attempts
+  begin("solve", len(tasks) * tried)
+  shown, blocks, missed = evaluation.show_skills(
+    state.bank, tasks, tools, config, arm=config.bank.arm, iteration=number
+  )
+  ranked = _rank(state.bank, tasks, tools, config, number)
   attempts, solving = _solve(
     weights, tasks, shown, blocks, tools, config, number
   )
+  controls = _control(weights, tasks, shown, tools, config, number)
   del weights  # the updates need the room
-  _stop_if_broken(checked, attempts, config, first=number == 1)
+  _stop_if_broken(checked, attempts, controls, config, first=number == 1)
 
   # Stage 3, frontier shaping: rewards, advantages, failures that pass the gate.
   edge = _shape(checked, attempts, tools, config, number)
@@ -118,6 +124,7 @@ def iteration(
     {outcome.question.id: outcome for outcome in edge.outcomes},
     config.bank.credit,
     number,
+    control=_unprimed(controls, config),
   )
   bank, retired = skill_bank.retire(bank, config.bank.retire_after, number)
   queue, dropped = distillation.enqueue(
@@ -153,14 +160,16 @@ def iteration(
     "bank/active": len(bank.skills),
     "bank/retired": len(retired),
     "bank/shown": sum(map(len, shown.values())),
+    "bank/placebo_missed": missed,
+    **records.effect_metrics(credited),
     **clock.seconds(),
   }
   return after, records.Record(
     measured,
-    records.episode_rows(checked, attempts, edge, tools, number),
+    records.episode_rows(checked, attempts, controls, edge, tools, number),
     records.question_rows(checked, edge),
     [metrics.plain(failure) for failure in edge.failures],
-    [*credited, *retired, *distilled.rows],
+    [*ranked, *credited, *retired, *distilled.rows],
   )
 
 
@@ -266,6 +275,44 @@ def _solve(weights, tasks, shown, blocks, tools, config, number):
   )
 
 
+def _control(weights, tasks, shown, tools, config, number):
+  """Tries what was tried with skills without them: no lesson, part of no p."""
+  primed = [task for task in tasks if shown.get(task.id)]
+  if not config.bank.control_attempts or not primed:
+    return []
+  attempts, _ = selfplay.solve(
+    weights,
+    primed,
+    {},
+    {},
+    tools,
+    iteration=number,
+    attempts=config.bank.control_attempts,
+    sampling=types.Sampling(config.solver.temperature),
+    limits=_limits(config.solver),
+    arm="control",
+    prefix="control/",  # draws of their own
+  )
+  return attempts
+
+
+def _unprimed(controls, config) -> dict[str, types.Outcome] | None:
+  """Outcomes of the attempts without skills; None where none are made."""
+  if not config.bank.control_attempts:
+    return None
+  groups = frontier.judged(controls, config.bank.control_attempts)
+  return {name: frontier.outcome(group) for name, group in groups.items()}
+
+
+def _rank(bank, tasks, tools, config, number) -> skill_bank.Events:
+  """What the null curve needs; blocks of the other arms have none."""
+  if not config.bank.top or config.bank.arm != "skills":
+    return ()
+  return skill_bank.ranking(
+    bank, tasks, tools.encoder, number, config.bank.min_score
+  )
+
+
 def _shape(checked, attempts, tools, config, number) -> frontier.Edge:
   return frontier.shape(
     checked.proposals,
@@ -279,7 +326,7 @@ def _shape(checked, attempts, tools, config, number) -> frontier.Edge:
     challenger_baseline=config.challenger.baseline,
     std_epsilon=config.learner.std_epsilon,
     passage_tokens=config.distillation.passage_tokens,
-    count_tokens=lambda text: len(tools.tokenizer.encode(text)),
+    count_tokens=tools.count_tokens,
     language=tools.language,
     recorded=checked.pool.recorded,
   )
@@ -297,7 +344,7 @@ def _distill(bank, queue, tools, config, number):
     every=settings.every,
     min_pending=settings.min_pending,
     max_records=settings.max_records,
-    threshold=config.bank.threshold,
+    threshold=config.encoder.threshold,
     admit=settings.admit,
   )
 
@@ -319,10 +366,10 @@ def _update(learner, policy, reference, lessons, temperature, progress, before):
     ) from error
 
 
-def _stop_if_broken(checked, attempts, config, first: bool) -> None:
+def _stop_if_broken(checked, attempts, controls, config, first: bool) -> None:
   """Stops before the update when a tool is down or its calls go unseen."""
   played = [p.episode for p in checked.proposals]
-  played += [a.episode for a in attempts]
+  played += [a.episode for a in (*attempts, *controls)]
   _stop_if_lost([*played, *checked.episodes], config.lost_limit)
   if first:
     _stop_if_nothing_searched(played)
@@ -396,6 +443,8 @@ def run(
   folder = metrics.RunFolder(workdir, writes=distributed.is_lead())
   with folder.lock():
     cells = _go(config, world, folder, parent, changed, command, start_from)
+  if distributed.is_lead():
+    _plot(folder)
   report.print_report(config, folder, cells)
 
 
@@ -442,6 +491,14 @@ def _go(
       )
   store.close()
   return cells
+
+
+def _plot(folder: metrics.RunFolder) -> None:
+  """Draws the bank's size beside its null curve, where the history has it."""
+  try:
+    life.plot_run(folder.path)
+  except ValueError as error:  # begun by an older version
+    logging.warning("The skills are not plotted: %s", error)
 
 
 def _warn_of_changes(old: Mapping[str, str], new: Mapping[str, str]) -> None:

@@ -58,7 +58,9 @@ _VERDICT = flags.DEFINE_string("verdict", None, "show: right, wrong, unknown.")
 _SKILL = flags.DEFINE_string(
   "skill", None, "show: id of a skill shown. skills: tell this one's life."
 )
-_ARM = flags.DEFINE_string("arm", None, "show: challenger, solver, evidence.")
+_ARM = flags.DEFINE_string(
+  "arm", None, "show: challenger, solver, control, evidence."
+)
 _ITERATION = flags.DEFINE_integer(
   "iteration", None, "show: of the episodes. skills: the bank after it."
 )
@@ -150,7 +152,7 @@ def skills() -> None:
     from sesa_jax import tools
 
     encoder = tools.load_encoder(_CONFIG.value.encoder)
-    threshold = _CONFIG.value.bank.threshold
+    threshold = _CONFIG.value.encoder.threshold
   life.main(
     _BANK.value,
     _WORKDIR.value,

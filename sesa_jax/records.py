@@ -47,8 +47,26 @@ def prefixed(path: str, found: Mapping[str, Any]) -> dict[str, Any]:
   return {f"{path}/{name}": value for name, value in found.items()}
 
 
+def effect_metrics(credited: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """What showing skills changed, on average, where questions tell it."""
+  found = {
+    name: difference
+    for event in credited
+    for name, difference in zip(
+      event["questions"], event.get("differences", ()), strict=False
+    )
+    if difference is not None
+  }
+  if not found:
+    return {}
+  return {
+    "bank/effect/mean": sum(found.values()) / len(found),
+    "bank/effect/questions": len(found),
+  }
+
+
 def episode_rows(
-  checked, attempts, edge, tools, number
+  checked, attempts, controls, edge, tools, number
 ) -> list[dict[str, Any]]:
   """A row an episode, with what became of it."""
 
@@ -87,20 +105,20 @@ def episode_rows(
     for p, reward in zip(checked.proposals, edge.rewards, strict=True)
   ]
   judged = {outcome.question.id for outcome in edge.outcomes}
-  rows += [
-    row(
-      a.episode,
-      question=a.question.text,
-      targets=a.question.targets,
-      prediction=a.prediction,
-      verdict=a.verdict,
-      reward=float(a.verdict is types.Verdict.RIGHT)
-      if a.question.id in judged
-      else None,
-      skill_ids=a.skill_ids,
+
+  def tried(attempt, paid):
+    return row(
+      attempt.episode,
+      question=attempt.question.text,
+      targets=attempt.question.targets,
+      prediction=attempt.prediction,
+      verdict=attempt.verdict,
+      reward=float(attempt.verdict is types.Verdict.RIGHT) if paid else None,
+      skill_ids=attempt.skill_ids,
     )
-    for a in attempts
-  ]
+
+  rows += [tried(a, a.question.id in judged) for a in attempts]
+  rows += [tried(a, False) for a in controls]
   return rows + [row(episode) for episode in checked.episodes]
 
 

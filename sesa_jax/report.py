@@ -21,6 +21,7 @@ def budget(config: Any) -> dict[str, int]:
   """
   posed = config.questions * config.challenger.group_size
   solved = posed * config.solver.group_size
+  controls = posed * config.bank.control_attempts
   learned = 3 + config.policy.remat
 
   def update(role, rows):
@@ -32,7 +33,7 @@ def budget(config: Any) -> dict[str, int]:
     "pose": posed * config.challenger.episode_tokens,
     "verify": (posed + 2 * min(config.verifier.probes, posed))
     * config.verifier.max_tokens,
-    "solve": solved * config.solver.episode_tokens,
+    "solve": (solved + controls) * config.solver.episode_tokens,
     "update challenger": update(config.challenger, posed),
     "update solver": update(config.solver, solved),
     "distill": 0,
@@ -89,6 +90,7 @@ def print_report(
     ("questions.jsonl", "every proposal, its state and its reward"),
     ("failures.jsonl", "failures at the frontier"),
     ("skills.jsonl", "the bank now; skills_history.jsonl: how it came about"),
+    ("skills.png", "active, admitted and retired skills beside noise"),
     ("metrics.jsonl", "one line an iteration"),
     ("eval.json", "scores and predictions"),
     ("checkpoints/", "policies, optimizers, bank, queue, pool"),

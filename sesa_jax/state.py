@@ -49,6 +49,8 @@ def begin(config, world, folder, store, parent) -> State:
     source = checkpoint.Checkpoints(parent[0], read_only=True)
     state, _ = restore(world, source, parent[1], config.bank.capacity)
     source.close()
+    # The history alone is to tell what the bank is.
+    events = skill_bank.inherited(state.bank, state.iteration)
   else:
     state, events = start(config, world)
   check_contamination(state, world.texts.sets)

@@ -31,7 +31,7 @@ from sesa_jax.language import ENGLISH, question_key
 from sesa_jax.learner import grpo, packing
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.policy import attention, model, sharding, tokenizer, weights
-from sesa_jax.retrieval import encoder
+from sesa_jax.retrieval import encoder, index
 from sesa_jax.search import bm25
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation, frontier, priming, validity
@@ -45,10 +45,9 @@ ANSWERERS = ("solver",)
 DISTILLERS = ("offline",)
 ENGINES = ("bm25",)
 SEED_SOURCES = ("titles", "jsonl")
-BANKS = ("none", "final")
+BANKS = ("none", "final", "placebo", "scrambled")
+ARMS = ("skills", "placebo", "scrambled")
 DTYPES = ("float32", "bfloat16")
-# The rule "control" waits for attempts without skills beside the others.
-CREDITS = tuple(rule for rule in skill_bank.CREDITS if rule != "control")
 ATTENTIONS = ("auto", *attention.KINDS)
 CACHES = ("paged", "contiguous")
 
@@ -153,7 +152,14 @@ def check(config: Any) -> None:
   one_of("distillation.keep", config.distillation.keep, distillation.KEEPS)
   one_of("search.engine", config.search.engine, ENGINES)
   one_of("seeds.source", config.seeds.source, SEED_SOURCES)
-  one_of("bank.credit", config.bank.credit, CREDITS)
+  one_of("bank.arm", config.bank.arm, ARMS)
+  one_of("bank.credit", config.bank.credit, skill_bank.CREDITS)
+  if config.bank.credit == "control" and not config.bank.control_attempts:
+    raise ValueError(
+      "bank.credit = 'control' compares with attempts without skills: set "
+      "bank.control_attempts to at least 1."
+    )
+  index.check(config.bank.index)
   one_of("learner.loss", config.learner.loss, grpo.LOSSES)
   for mode in config.eval.banks:
     one_of("eval.banks", mode, BANKS)
@@ -295,8 +301,9 @@ _RANGES = {
   "bank.top": (0, None),
   "bank.min_score": (-1, 1),
   "bank.block_tokens": (0, None),
-  "bank.threshold": (-1, 1),
   "bank.retire_after": (0, None),
+  "bank.control_attempts": (0, None),
+  "encoder.threshold": (-1, 1),
   "distillation.every": (1, None),
   "distillation.min_pending": (1, None),
   "distillation.max_records": (1, None),

@@ -357,3 +357,7 @@ class Tools:
   language: Any  # language.Language
   render: Any  # prompts.Prompt -> ids; the one rendering
   on_episode: Any  # told of each episode when it ends
+
+  def count_tokens(self, text: str) -> int:
+    """Counts the tokens of a text inside a prompt."""
+    return len(self.tokenizer.encode(text, add_special_tokens=False))

@@ -186,7 +186,8 @@ def world_script(request: types.Request, attempt: int, turn: int) -> str:
     return f"<question>{_QUESTION.format(case)}</question>"
   if request.arm == "evidence":
     return f"<answer>{_target(request.id)}</answer>"
-  known = _answers().get(request.id) or _target(request.id)
+  name = request.id.removeprefix("control/")
+  known = _answers().get(name) or _target(name)
   if turn == 0:
     return "<think>look</think><search>capital river wrote planet</search>"
   if case == 0:  # all attempts are right

@@ -81,7 +81,10 @@ VALUES = {
   "bank.top": 3,
   "bank.min_score": None,
   "bank.block_tokens": 512,
-  "bank.threshold": 0.93,
+  "bank.arm": "skills",
+  "bank.index": "auto",
+  "bank.control_attempts": 0,
+  "encoder.threshold": 0.93,
   "bank.credit": "rollout",
   "bank.retire_after": 3,
   "encoder.path": "assets:e5-base-v2",
@@ -156,6 +159,20 @@ def test_weights_are_those_that_are_fetched(name):
   folder, _, file = config.seeds.path.removeprefix("assets:").partition("/")
   assert file in assets[folder]["files"]
   assert config.encoder.path.removeprefix("assets:") in assets
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_encoder_comes_with_its_own_threshold(name):
+  """What belongs together is chosen together: see docs/skills.md."""
+  known = {
+    "assets:e5-base-v2": (0.93, "query: ", "passage: "),
+    "assets:all-minilm-l6-v2": (0.575, "", ""),
+    "hash": (0.93, "", ""),
+  }
+  spec = load(name).encoder
+  found = (spec.threshold, spec.query_prefix, spec.passage_prefix)
+  assert found == known[spec.path]
+  assert len(spec) == 4
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -19,6 +19,7 @@ from sesa_jax import state as state_lib
 from sesa_jax.policy import model, weights
 from sesa_jax.policy.backbones import tiny as tiny_backbone
 from sesa_jax.skills import bank as skill_bank
+from sesa_jax.skills import history
 from tests import driver
 
 ROOT = Path(__file__).parents[1]
@@ -309,6 +310,7 @@ def test_the_run_leaves_all_its_files(scripted):
     "episodes",
     "questions.jsonl",
     "skills.jsonl",
+    "skills.png",
     "skills_history.jsonl",
     "failures.jsonl",
     "eval.json",
@@ -475,6 +477,12 @@ def test_start_from_continues_another_run(unkilled, tmp_path):
   assert found["metrics.jsonl"] == expected["metrics.jsonl"][2:]
   parent = json.loads((folder / "manifest.json").read_text())["parent"]
   assert parent.endswith("run@2")
+  # Its history alone tells what the bank is, that of the other run included.
+  events = metrics.RunFolder(folder).read("skills_history.jsonl")
+  assert {e["iteration"] for e in events if e["event"] == "inherit"} == {2}
+  bank = (folder / "skills.jsonl").read_text().splitlines()
+  assert history.at(events) == [json.loads(row) for row in bank]
+  assert (folder / "skills.png").exists()
   again = command("never", folder, f"--start_from={unkilled[0]}@2")
   assert again.returncode == 0, again.stderr
   assert content(folder) == found
@@ -611,7 +619,7 @@ def test_a_harmful_skill_is_retired_within_the_iteration():
 def test_floor_and_fields_of_the_bank_reach_the_prompt():
   config, world, state, _ = spied(**{"bank.fields": ("avoidance",)})
   questions = world.texts.fixed
-  shown, blocks = loop.evaluation.show_skills(
+  shown, blocks, _ = loop.evaluation.show_skills(
     state.bank, questions, world.tools, config
   )
   skill = shown[questions[0].id][0]
@@ -619,7 +627,7 @@ def test_floor_and_fields_of_the_bank_reach_the_prompt():
   config.bank.min_score = 0.999
   assert loop.evaluation.show_skills(
     state.bank, questions, world.tools, config
-  ) == ({}, {})
+  ) == ({}, {}, 0)
 
 
 def test_a_question_must_leave_room_for_skills_and_a_turn():

@@ -409,7 +409,7 @@ def test_flags(tmp_path):
     "--merge",
     f"--out={tmp_path / 'both.jsonl'}",
     "--config=configs/tiny.py",  # hashed words
-    "--config.bank.threshold=-1.0",
+    "--config.encoder.threshold=-1.0",
   )
   assert done.returncode == 0, done.stderr
   assert "left out: like the skill" in done.stdout

@@ -66,11 +66,25 @@ def build(
   Raises:
     ValueError: an unknown kind, or ScaNN is not installed.
   """
-  if kind not in KINDS:
-    raise ValueError(f"Unknown index {kind!r}. Choices: {', '.join(KINDS)}.")
+  check(kind)
   if kind == "auto":  # ScaNN is the faster one at every size
     kind = "scann" if has_scann() else "exact"
   return Exact(vectors, mask) if kind == "exact" else Scann(vectors, mask)
+
+
+def check(kind: str) -> None:
+  """Refuses what `build` would, before anything is loaded.
+
+  Raises:
+    ValueError: an unknown kind, or ScaNN is not installed.
+  """
+  if kind not in KINDS:
+    raise ValueError(f"Unknown index {kind!r}. Choices: {', '.join(KINDS)}.")
+  if kind == "scann" and not has_scann():
+    raise ValueError(
+      "The index 'scann' needs the package scann, which is not installed "
+      "(there is none for this machine, or pip left it out). Choose 'exact'."
+    )
 
 
 def has_scann() -> bool:
@@ -117,11 +131,7 @@ class Scann:
     vectors: Float[np.ndarray | jax.Array, "S E"],
     mask: Bool[np.ndarray | jax.Array, " S"],
   ):
-    if not has_scann():
-      raise ValueError(
-        "The index 'scann' needs the package scann, which is not installed "
-        "(there is none for this machine, or pip left it out). Choose 'exact'."
-      )
+    check("scann")
     from scann.scann_ops.py import scann_ops_pybind
 
     self._exact = Exact(vectors, mask)

@@ -126,6 +126,7 @@ def solve(
   sampling: types.Sampling,
   limits: types.Limits,
   arm: str = "solver",
+  prefix: str = "",
 ) -> tuple[list[types.Attempt], dict[str, float]]:
   """Lets the solver make `attempts` at each question, and judges them.
 
@@ -140,13 +141,14 @@ def solve(
     sampling: how ids are drawn.
     limits: of an episode.
     arm: for the records.
+    prefix: of the requests' ids, and so of the sampling keys.
 
   Returns:
     attempts in the order of tasks, and the engine's metrics.
   """
   requests = [
     types.Request(
-      id=task.id,
+      id=prefix + task.id,
       prompt_ids=tools.render(
         prompts.solver(task.text, blocks.get(task.id, ""))
       ),
@@ -158,15 +160,11 @@ def solve(
     for task in tasks
   ]
   episodes, metrics = play(weights, requests, "solver", tools, iteration)
-  by_id = {task.id: task for task in tasks}
+  by_id = {prefix + task.id: task for task in tasks}
   return [
-    _judged(
-      by_id[episode.request_id],
-      episode,
-      tuple(skill.id for skill in shown.get(episode.request_id, ())),
-      tools,
-    )
+    _judged(task, episode, tuple(s.id for s in shown.get(task.id, ())), tools)
     for episode in episodes
+    for task in [by_id[episode.request_id]]
   ], metrics
 
 

@@ -1,0 +1,290 @@
+"""The skill memory in the loop: what reaches it, and what it leaves."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sesa_jax import loop, metrics, prompts, types
+from sesa_jax import tools as tools_lib
+from sesa_jax.skills import bank as skill_bank
+from sesa_jax.skills import credit, history
+from tests import driver
+from tests.test_loop import SCRIPTED, silent, spied, tiny_config
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+  monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory):
+  """Three iterations with attempts without skills beside the others."""
+  folder = tmp_path_factory.mktemp("controlled") / "run"
+  here = Path.cwd()
+  os.chdir(ROOT)
+  changes = {"bank.control_attempts": 2, "bank.credit": "control"}
+  # A skill that did harm goes at once, so that replays have something to do.
+  changes |= {"bank.retire_after": 1, "bank.prime": "authored157"}
+  with driver.playing_the_script():
+    loop.run(tiny_config(**SCRIPTED | changes, iterations=3), str(folder))
+  os.chdir(here)
+  return metrics.RunFolder(folder)
+
+
+def rows_of(folder, arm):
+  return [
+    row
+    for path in metrics.episode_files(folder.path)
+    for row in metrics.read_episodes(path)
+    if row["arm"] == arm
+  ]
+
+
+# --- the history -------------------------------------------------------------
+
+
+def test_the_history_of_a_run_is_its_bank(controlled):
+  lines = (controlled.path / "skills.jsonl").read_text().splitlines()
+  events = controlled.read("skills_history.jsonl")
+  assert history.at(events) == [json.loads(line) for line in lines]
+
+
+def test_a_replay_of_a_run_as_it_was_is_the_run(controlled):
+  """Rankings are those of retrieval, and stand in the iteration they tell of.
+
+  Were one missing, of another iteration or in another order, skills would be
+  shown, and retired, that were not.
+  """
+  events = controlled.read("skills_history.jsonl")
+  run = history.curves(events)
+  again = history.replay(
+    events,
+    capacity=800,
+    retire_after=1,
+    order=lambda questions, iteration: np.arange(questions)[None],
+  )
+  assert run.retired[-1] > 2
+  np.testing.assert_array_equal(again.active[0], run.active)
+  np.testing.assert_array_equal(again.retired[0], run.retired)
+  asked = {
+    (row["iteration"], row["request_id"])
+    for row in rows_of(controlled, "solver")
+  }
+  ranked = [event for event in events if event["event"] == "rank"]
+  assert [event["iteration"] for event in ranked] == [1, 2, 3]
+  assert asked == {
+    (e["iteration"], name) for e in ranked for name in e["ranked"]
+  }
+
+
+def test_each_run_ends_with_its_plot(controlled, tmp_path):
+  picture = controlled.path / "skills.png"
+  assert picture.read_bytes().startswith(b"\x89PNG")
+  picture.unlink()
+  changes = {"bank.control_attempts": 2, "bank.credit": "control"}
+  changes |= {"bank.retire_after": 1, "bank.prime": "authored157"}
+  with driver.playing_the_script():  # resumed, with nothing left to do
+    loop.run(
+      tiny_config(**SCRIPTED | changes, iterations=3), str(controlled.path)
+    )
+  assert picture.exists()
+
+
+def test_a_history_that_has_no_null_curve_ends_no_run(tmp_path, caplog):
+  folder = metrics.RunFolder(tmp_path)
+  event = dict(iteration=1, event="credit", skill="a", questions=["q"])
+  folder.append("skills_history.jsonl", [event])
+  loop._plot(folder)  # nor does one without a config
+  assert not (tmp_path / "skills.png").exists()
+
+
+# --- attempts without skills -------------------------------------------------
+
+
+def test_control_attempts_have_no_skills_and_teach_nothing():
+  changes = {"bank.control_attempts": 2, "bank.credit": "control"}
+  records = []
+  for more in ({}, changes):
+    config, world, state, spy = spied(**more)
+    with silent() as progress:
+      after, record = loop.iteration(state, world, config, progress)
+    records.append((after, record))
+  plain, extra = (record for _, record in records)
+  posed, checked, solved, control = spy.played
+  assert control[0] is solved[0]
+  assert control[2] is world.tools.environments["solver"]
+  assert [r.id for r in control[1]] == [f"control/{r.id}" for r in solved[1]]
+  for request in control[1]:
+    assert request.attempts == 2
+    assert request.sampling.temperature == config.solver.temperature
+    assert request.limits.episode_tokens == config.solver.episode_tokens
+    text = world.tools.tokenizer.decode(request.prompt_ids)
+    assert prompts.HEADING not in text
+  rows = [row for row in extra.episodes if row["arm"] == "control"]
+  assert len(rows) == 2 * len(solved[1])
+  for row in rows:
+    assert row["reward"] is None
+    assert row["advantage"] is None
+    assert row["skill_ids"] == ()
+    assert row["verdict"] in ("right", "wrong")
+  rest = [row for row in extra.episodes if row["arm"] != "control"]
+  assert [*map(metrics.line, rest)] == [*map(metrics.line, plain.episodes)]
+  for name in ("solver/loss", "solver/reward/mean", "frontier/recorded"):
+    assert extra.metrics[name] == plain.metrics[name], name
+  for one, two in zip(
+    *(after.solver.params["norm"].values() for after, _ in records), strict=True
+  ):
+    np.testing.assert_array_equal(one, two)
+
+
+def test_control_credit_and_effects_by_hand(controlled):
+  """p with skills less p without, from the episodes alone."""
+  success = {}
+  for arm in ("solver", "control"):
+    right = {}
+    for row in rows_of(controlled, arm):
+      key = row["iteration"], row["request_id"].removeprefix("control/")
+      right.setdefault(key, []).append(row["verdict"] == "right")
+    success[arm] = {key: np.mean(found) for key, found in right.items()}
+  assert success["solver"].keys() == success["control"].keys()
+  assert len({*success["control"].values()}) > 1
+  found = {}
+  for event in controlled.read("skills_history.jsonl"):
+    if event["event"] != "credit":
+      continue
+    for name, pair, difference in zip(
+      event["questions"], event["usage"], event["differences"], strict=True
+    ):
+      key = event["iteration"], name
+      want = success["solver"][key] - success["control"][key]
+      assert difference == pytest.approx(want)
+      assert pair == pytest.approx([max(want, 0), max(-want, 0)])
+      found.setdefault(event["skill"], []).append(want)
+  effects = history.effects(controlled.read("skills_history.jsonl"))
+  assert effects.keys() == found.keys()
+  for name, differences in found.items():
+    assert effects[name] == credit.effect(differences)
+  last = controlled.read("metrics.jsonl")[-1]
+  keys = [key for key in success["solver"] if key[0] == 3]
+  want = np.mean([success["solver"][k] - success["control"][k] for k in keys])
+  assert last["bank/effect/mean"] == pytest.approx(want)
+  assert last["bank/effect/questions"] == len(keys)
+
+
+def test_without_a_bank_there_is_no_control():
+  changes = {"bank.control_attempts": 2, "bank.prime": "none"}
+  config, world, state, spy = spied(**changes)
+  with silent() as progress:
+    loop.iteration(state, world, config, progress)
+  assert len(spy.played) == 3
+
+
+class Down:
+  """A search engine that is down."""
+
+  def search(self, queries, k):
+    return [types.SearchFailure("refused")] * len(queries)
+
+
+def test_lost_control_attempts_count_as_lost():
+  config, world, state, spy = spied(**{"bank.control_attempts": 1})
+  play = spy.play
+
+  def losing(weights, requests, environment, **more):
+    if requests[0].arm == "control":
+      environment._search = Down()
+    return play(weights, requests, environment, **more)
+
+  spy.play = losing
+  with silent() as progress, pytest.raises(types.Stopped, match="stayed lost"):
+    loop.iteration(state, world, config, progress)
+
+
+# --- arms and index ----------------------------------------------------------
+
+
+def test_the_arm_of_a_run_is_what_its_solver_sees():
+  """Placebo and scrambled, in training: other blocks, credited as shown."""
+  seen = {}
+  for arm in ("skills", "placebo", "scrambled"):
+    config, world, state, spy = spied(**{"bank.arm": arm})
+    with silent() as progress:
+      _, record = loop.iteration(state, world, config, progress)
+    solved = [r for r in record.episodes if r["arm"] == "solver"]
+    credited = {e["skill"] for e in record.history if e["event"] == "credit"}
+    assert credited == {name for row in solved for name in row["skill_ids"]}
+    seen[arm] = {r["request_id"]: (r["skill_ids"], r["prompt"]) for r in solved}
+    ranked = [e for e in record.history if e["event"] == "rank"]
+    assert len(ranked) == (arm == "skills")
+    assert record.metrics["bank/placebo_missed"] <= len(solved)
+  for name, (ids, prompt) in seen["skills"].items():
+    assert not set(ids) & set(seen["placebo"][name][0])
+    assert ids == seen["scrambled"][name][0]
+    assert prompt != seen["scrambled"][name][1]
+
+
+def test_bank_modes_of_evaluation():
+  modes = ("none", "final", "placebo", "scrambled")
+  config, world, state, spy = spied(**{"eval.banks": modes})
+  with silent() as progress:
+    cells = loop._evaluate(config, world, state, progress)
+  assert tuple(cell["bank"] for cell in cells) == modes
+  ids = [
+    {p["id"]: p["skill_ids"] for p in cell["predictions"]} for cell in cells
+  ]
+  texts = [
+    {r.id: world.tools.tokenizer.decode(r.prompt_ids) for r in played[1]}
+    for played in spy.played
+  ]
+  for name in ids[0]:
+    assert ids[0][name] == ()
+    assert prompts.HEADING not in texts[0][name]
+    assert len(ids[1][name]) > 1
+    assert ids[2][name]
+    assert not set(ids[1][name]) & set(ids[2][name])
+    assert ids[3][name] == ids[1][name]
+    assert texts[3][name] != texts[1][name]
+    assert sorted(texts[3][name]) == sorted(texts[1][name])
+  assert "placebo_missed" in cells[2]
+  # Drawn by iteration too.
+  again, *_ = loop.evaluation.show_skills(
+    state.bank, world.texts.fixed, world.tools, config, arm="placebo"
+  )
+  later, *_ = loop.evaluation.show_skills(
+    state.bank, world.texts.fixed, world.tools, config, arm="placebo",
+    iteration=1,
+  )  # fmt: skip
+  assert again != later
+
+
+def test_the_index_is_the_configs(monkeypatch):
+  config, world, state, _ = spied(**{"bank.index": "exact"})
+  asked = []
+  monkeypatch.setattr(
+    skill_bank.index_lib,
+    "build",
+    lambda *args: asked.append(args[2]) or tools_lib.index.Exact(*args[:2]),
+  )
+  loop.evaluation.show_skills(
+    state.bank, world.texts.fixed, world.tools, config
+  )
+  assert asked == ["exact"]
+
+
+def test_tokens_of_a_text_inside_a_prompt_are_its_own():
+  """Llama's tokenizer puts one id before any text that it encodes alone."""
+
+  class Llama:
+    def encode(self, text, add_special_tokens=True):
+      return [0] * add_special_tokens + text.split()
+
+  _, world, _, _ = spied()
+  tools = dataclasses.replace(world.tools, tokenizer=Llama())
+  assert tools.count_tokens("one two") == 2
