@@ -186,12 +186,17 @@ def get_config() -> ConfigDict:
         credit="rollout",  # or "majority", "relative", "control"
         control_attempts=0,  # a question, without skills beside the others
         retire_after=3,  # showings, SESA
+        frozen=False,  # neither credit nor retirement nor admission
       ),
       encoder=encoder(
         "assets:e5-base-v2", 0.93, "query: ", "passage: "
       ),  # SESA
       distillation=dict(
-        distiller="chat",  # or "offline"
+        distiller="chat",  # the judge's model; or "solver", "offline"
+        tokens=1024,  # of a skill as a model writes it
+        consolidate="single",  # or "cluster": one skill from up to 5 failures
+        contrast=False,  # shows right attempts at the question too, ours
+        wait=True,  # False: it runs beside the next iteration's rollouts
         every=10,  # iterations, SESA
         min_pending=20,  # SESA
         max_records=30,  # SESA
@@ -199,6 +204,30 @@ def get_config() -> ConfigDict:
         keep="newest",  # or "best"
         passage_tokens=1500,  # evidence in a record, SESA
         admit=True,
+      ),
+      judge=dict(  # a model behind an OpenAI-compatible endpoint
+        base_url="https://api.deepseek.com",  # "": exact match alone
+        model="deepseek-v4-pro",  # SESA
+        key_env="DEEPSEEK_API_KEY",  # the variable with the key; "": none
+        verdicts=True,  # on answers that are no exact match, SESA
+        verdict_tokens=512,
+        answer_tokens=70,  # of the evidence check, SSP
+        temperature=0.0,
+        extra={},  # more fields of each request
+        concurrency=16,
+        deadline=180.0,  # seconds for all tries of a call
+        try_seconds=60.0,
+        tries=6,
+        max_tokens=placeholder(int),  # of the run; None is no limit
+        max_cost=placeholder(float),  # in the prices' currency
+        prompt_price=placeholder(float),  # a million tokens; None: not counted
+        completion_price=placeholder(float),
+        cached_prompt_price=placeholder(float),
+        cache="",  # folder of answers; "" is judge_cache in the run's
+      ),
+      mine=dict(  # --mode=mine: skills from early self-play, frozen bank
+        iterations=10,
+        skills=142,  # at most, SESA
       ),
       search=dict(engine="search_r1", k1=0.9, b=0.4, passage_words=100),
       corpus=(),  # files, "assets:..." or paths

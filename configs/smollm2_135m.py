@@ -70,6 +70,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.bank.fields = ("description",)  # more of it, and it forgets the format
   config.encoder = common.minilm()
   config.distillation.distiller = "offline"
+  config.judge.base_url = ""
   config.distillation.every = 1
   config.distillation.min_pending = 1
   config.distillation.passage_tokens = 400

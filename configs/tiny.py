@@ -46,6 +46,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.bank.block_tokens = 200
   config.encoder = common.encoder("hash", 0.93)
   config.distillation.distiller = "offline"
+  config.judge.base_url = ""
   config.distillation.every = 1
   config.distillation.min_pending = 1
   config.distillation.passage_tokens = 200

@@ -186,6 +186,17 @@ def gather(rows: Sequence[Any]) -> list[Any]:
   return gathered
 
 
+def from_lead(compute: Callable[[], Any]) -> Any:
+  """Computes something on the lead alone; every process gets its value.
+
+  A collective: what costs money or comes from outside is asked for once.
+
+  Args:
+    compute: without arguments; its value pickles.
+  """
+  return gather([compute()] if is_lead() else [])[0]
+
+
 def onto_host_mesh(
   function: Callable[[Any], Any], shardings: Any
 ) -> Callable[[Any], Any]:

@@ -292,6 +292,28 @@ class SearchQA:
     return tuple(encoded["input_ids"]), ends
 
 
+class FreeText:
+  """One turn without actions: `types.Environment` of a text written at once.
+
+  A turn that the policy ended is its answer, whatever stands in it.
+  """
+
+  def __init__(self, tokenizer: Any):
+    self._tokenizer = tokenizer
+
+  @property
+  def stops(self) -> tuple[str, ...]:
+    """None: it ends with the turn."""
+    return ()
+
+  def respond(self, pause: Pause) -> Reply:
+    """Ends the episode."""
+    if pause.reason != "eos":
+      return Reply("finish", finish=pause.reason)
+    text = self._tokenizer.decode(list(pause.ids), skip_special_tokens=True)
+    return Reply("finish", (), "answer", "answer", text)
+
+
 def _finish(reason: str, action: Action, note: str) -> Reply:
   return Reply("finish", (), reason, action.kind, action.argument, note=note)
 

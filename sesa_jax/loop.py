@@ -8,6 +8,7 @@ is recorded. `run` resumes, loops, evaluates, checkpoints and reports.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from sesa_jax import (
 from sesa_jax import state as state_lib
 from sesa_jax import tools as tools_lib
 from sesa_jax.data import seeds as seeds_lib
+from sesa_jax.judge import distiller as distiller_lib
 from sesa_jax.language import question_key
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.skills import bank as skill_bank
@@ -59,6 +61,7 @@ def iteration(
   """
   number = state.iteration + 1  # as people count
   tools, clock = world.tools, records.Clock()
+  ahead = _distill_ahead(state, tools, config)
   begin = functools.partial(_begin_stage, config, number, progress, clock)
 
   # Stage 2, asymmetric self-play. No bank is in the challenger's reach.
@@ -91,6 +94,7 @@ def iteration(
   )
   controls = _control(weights, tasks, shown, tools, config, number)
   del weights  # the updates need the room
+  _stop_if_spent(tools)
   _stop_if_broken(checked, attempts, controls, config, first=number == 1)
 
   # Stage 3, frontier shaping: rewards, advantages, failures that pass the gate.
@@ -118,22 +122,18 @@ def iteration(
 
   # Stage 4, failure distillation. The bank changes here and nowhere else.
   begin("distill")
-  bank, credited = skill_bank.credit(
-    state.bank,
-    shown,
-    {outcome.question.id: outcome for outcome in edge.outcomes},
-    config.bank.credit,
-    number,
-    control=_unprimed(controls, config),
+  bank, credited, retired = _count(
+    state.bank, shown, edge, _unprimed(controls, config), config, number
   )
-  bank, retired = skill_bank.retire(bank, config.bank.retire_after, number)
   queue, dropped = distillation.enqueue(
     state.queue,
     edge.failures,
     config.distillation.queue_size,
     config.distillation.keep,
   )
-  bank, queue, distilled = _distill(bank, queue, tools, config, number)
+  bank, queue, distilled = _distill(
+    bank, queue, ahead, solver, world, config, number
+  )
   clock.stop()
 
   pool = validity.remember(checked.pool, edge.failures)
@@ -145,7 +145,7 @@ def iteration(
   measured = {
     "iteration": number,
     **checked.report.metrics,
-    **edge.report.metrics,
+    **records.edge_metrics(edge.report.metrics, attempts),
     **records.rollout_metrics(played + solved, "rollout"),
     **records.rollout_metrics(played, "challenger/rollout"),
     **records.rollout_metrics(solved, "solver/rollout"),
@@ -162,6 +162,7 @@ def iteration(
     "bank/shown": sum(map(len, shown.values())),
     "bank/placebo_missed": missed,
     **records.effect_metrics(credited),
+    **(tools.judge.chat.ledger.drain() if tools.judge else {}),
     **clock.seconds(),
   }
   return after, records.Record(
@@ -185,6 +186,8 @@ class Checked:
   pool: validity.Pool
   report: types.Report
   episodes: Sequence[types.Episode]
+  asked: int = 0  # answers that the judge was asked for
+  unanswered: int = 0
 
 
 def _begin_stage(config, number, progress, clock, name, episodes=0) -> None:
@@ -217,8 +220,12 @@ def _check(weights, posed, pool, world, config, number) -> Checked:
   tools, verifier = world.tools, config.verifier
   tested = tools_lib.tested_texts(world.texts.sets)
   played: list[types.Episode] = []
+  judged: list[str | None] = []
 
   def answer(requests):
+    if verifier.answerer == "judge":
+      judged.extend(distributed.from_lead(lambda: tools.judge.answer(requests)))
+      return judged
     answers, episodes, _ = selfplay.as_evidence(
       weights,
       requests,
@@ -258,7 +265,9 @@ def _check(weights, posed, pool, world, config, number) -> Checked:
     empty_every=config.pool.empty_every,
     keep_fixed=config.pool.keep_fixed,
   )
-  return Checked(proposals, tasks, pool, found, played)
+  return Checked(
+    proposals, tasks, pool, found, played, len(judged), judged.count(None)
+  )
 
 
 def _solve(weights, tasks, shown, blocks, tools, config, number):
@@ -272,6 +281,7 @@ def _solve(weights, tasks, shown, blocks, tools, config, number):
     attempts=config.solver.group_size,
     sampling=types.Sampling(config.solver.temperature),
     limits=_limits(config.solver),
+    judge=tools.judge if config.judge.verdicts else None,
   )
 
 
@@ -292,6 +302,7 @@ def _control(weights, tasks, shown, tools, config, number):
     limits=_limits(config.solver),
     arm="control",
     prefix="control/",  # draws of their own
+    judge=tools.judge if config.judge.verdicts else None,
   )
   return attempts
 
@@ -302,6 +313,22 @@ def _unprimed(controls, config) -> dict[str, types.Outcome] | None:
     return None
   groups = frontier.judged(controls, config.bank.control_attempts)
   return {name: frontier.outcome(group) for name, group in groups.items()}
+
+
+def _count(bank, shown, edge, unprimed, config, number):
+  """Credits what was shown and retires what did harm; a frozen bank stays."""
+  if config.bank.frozen:
+    return bank, (), ()
+  bank, credited = skill_bank.credit(
+    bank,
+    shown,
+    {outcome.question.id: outcome for outcome in edge.outcomes},
+    config.bank.credit,
+    number,
+    control=unprimed,
+  )
+  bank, retired = skill_bank.retire(bank, config.bank.retire_after, number)
+  return bank, credited, retired
 
 
 def _rank(bank, tasks, tools, config, number) -> skill_bank.Events:
@@ -329,24 +356,100 @@ def _shape(checked, attempts, tools, config, number) -> frontier.Edge:
     count_tokens=tools.count_tokens,
     language=tools.language,
     recorded=checked.pool.recorded,
+    contrast=config.distillation.contrast,
   )
 
 
-def _distill(bank, queue, tools, config, number):
+def _distill_ahead(state, tools, config):
+  """Begins what was due after the iteration before, beside this one's rollouts.
+
+  It follows from the state alone: a run that is resumed begins it again, and
+  what was answered by then is kept. It lands at the end of this iteration.
+
+  Returns:
+    The cases and the future of what is written; None where runs wait.
+  """
+  if config.distillation.wait:
+    return None
+  cases = _cases(state.bank, state.queue, tools, config, state.iteration)
+  if not cases or not distributed.is_lead():
+    return cases, None
+  executor = concurrent.futures.ThreadPoolExecutor(1, "distill")
+  written = executor.submit(tools.distiller.distill_all, cases)
+  executor.shutdown(wait=False)
+  return cases, written
+
+
+def _cases(bank, queue, tools, config, number) -> list[types.Case]:
   settings = config.distillation
-  return distillation.distill(
+  return distillation.cases(
     bank,
     queue,
-    distiller=tools.distiller,
     encoder=tools.encoder,
-    language=tools.language,
     iteration=number,
     every=settings.every,
     min_pending=settings.min_pending,
     max_records=settings.max_records,
-    threshold=config.encoder.threshold,
-    admit=settings.admit,
+    admit=settings.admit and not config.bank.frozen,
+    consolidate=settings.consolidate,
   )
+
+
+def _distill(bank, queue, ahead, solver, world, config, number):
+  """Writes skills from the best failures, or takes those written meanwhile."""
+  tools = world.tools
+  if ahead is None:
+    cases = _cases(bank, queue, tools, config, number)
+    written = write_skills(cases, solver.params, world, config, number)
+  else:
+    cases, future = ahead
+    written = []
+    if cases:  # on the lead alone there is a future
+      written = distributed.from_lead(lambda: future.result())
+  return distillation.land(
+    bank,
+    queue,
+    cases,
+    written,
+    origin=config.distillation.distiller,
+    encoder=tools.encoder,
+    language=tools.language,
+    iteration=number,
+    threshold=config.encoder.threshold,
+  )
+
+
+def write_skills(
+  cases: Sequence[types.Case],
+  params: Any,
+  world: tools_lib.World,
+  config: Any,
+  number: int,
+) -> list[types.Skill | types.DistillFailure]:
+  """Lets the run's distiller, or the policy itself, write skills.
+
+  Args:
+    cases: of `distillation.cases`.
+    params: the solver's masters.
+    world: of the run.
+    config: of the run; reads `distillation`.
+    number: of the iteration, part of the sampling keys.
+  """
+  tools = world.tools
+  if not cases:
+    return []
+  if tools.distiller is not None:
+    return distributed.from_lead(lambda: tools.distiller.distill_all(cases))
+  weights, _ = rollout.weights(tools.engine, world.solver, params)
+  write = functools.partial(
+    selfplay.write,
+    weights,
+    tools=tools,
+    iteration=number,
+    tokens=config.distillation.tokens,
+    max_tokens=tools_lib.slot_tokens(config),
+  )
+  return distiller_lib.PolicyDistiller(write).distill_all(cases)
 
 
 def _update(learner, policy, reference, lessons, temperature, progress, before):
@@ -371,6 +474,7 @@ def _stop_if_broken(checked, attempts, controls, config, first: bool) -> None:
   played = [p.episode for p in checked.proposals]
   played += [a.episode for a in (*attempts, *controls)]
   _stop_if_lost([*played, *checked.episodes], config.lost_limit)
+  _stop_if_unjudged(checked, [*attempts, *controls], config.lost_limit)
   if first:
     _stop_if_nothing_searched(played)
 
@@ -383,6 +487,30 @@ def _stop_if_lost(episodes: Sequence[types.Episode], limit: float) -> None:
       f"lost_limit = {limit:.0%}: {lost[0].turns[-1].note}. Nothing was "
       "updated; the same command goes on from here once the tool is back."
     )
+
+
+def _stop_if_unjudged(checked, attempts, limit: float) -> None:
+  """Exact match finds right answers first: what is left over looks easy."""
+  lost = checked.unanswered + sum(
+    a.verdict is types.Verdict.UNKNOWN and a.episode.finish != "lost"
+    for a in attempts
+  )
+  asked = checked.asked + len(attempts)
+  if lost > limit * asked:
+    raise types.Stopped(
+      f"{lost} of {asked} verdicts and answers of the judge stayed unknown, "
+      f"more than lost_limit = {limit:.0%}; judge_failures.jsonl in the run's "
+      "folder tells why. Nothing was updated; the same command goes on from "
+      "here once the judge is back, and asks for nothing twice."
+    )
+
+
+def _stop_if_spent(tools) -> None:
+  """Stops where a call was refused for the budget."""
+  if tools.judge is not None:
+    said = distributed.from_lead(tools.judge.chat.ledger.exceeded)
+    if said:
+      raise types.Stopped(said)
 
 
 def _stop_if_nothing_searched(episodes: Sequence[types.Episode]) -> None:
@@ -426,6 +554,7 @@ def run(
   """
   distributed.initialize()
   tools_lib.check(config)
+  tools_lib.check_judge(config)
   values = metrics.plain(config.to_dict())
   changed = manifest.check_workdir(workdir, values, force_new=force_new)
   reader = metrics.RunFolder(workdir, writes=False)  # makes no folder
@@ -439,7 +568,7 @@ def run(
   texts = tools_lib.read(config)
   console = rich.console.Console(stderr=True)
   console.print(report.plan(config, texts.sets))
-  world = tools_lib.assemble(config, texts)
+  world = tools_lib.assemble(config, texts, workdir)
   folder = metrics.RunFolder(workdir, writes=distributed.is_lead())
   with folder.lock():
     cells = _go(config, world, folder, parent, changed, command, start_from)
@@ -468,7 +597,7 @@ def _go(
       command=command,
       config=values,
       hashes=world.hashes,
-      judge="exact match",
+      judge=_judge_name(config, world.tools),
       parent=start_from or before.get("parent"),
       before=before,
     ),
@@ -489,8 +618,17 @@ def _go(
       state_lib.save(
         store, folder, state, last=state.iteration == config.iterations
       )
+      _stop_if_spent(world.tools)
   store.close()
+  if world.tools.judge is not None:
+    world.tools.judge.chat.close()
   return cells
+
+
+def _judge_name(config, tools) -> str:
+  if tools.judge is None or not config.judge.verdicts:
+    return "exact match"
+  return f"exact match, else {tools.judge.name}"
 
 
 def _plot(folder: metrics.RunFolder) -> None:

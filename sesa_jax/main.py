@@ -70,12 +70,15 @@ _OUT = flags.DEFINE_string(
   "out",
   None,
   "export: the folder to make. skills: a .jsonl file to write the bank to, or "
-  "a folder for SKILL.md folders.",
+  "a folder for SKILL.md folders. distill, mine: the .jsonl file of skills.",
 )
 _DTYPE = flags.DEFINE_string("dtype", "float32", "export: or bfloat16.")
 
 _BANK = flags.DEFINE_string(
-  "bank", None, "skills: a .jsonl file, a run's folder, or SKILL.md folders."
+  "bank",
+  None,
+  "skills: a .jsonl file, a run's folder, or SKILL.md folders. distill: the "
+  "bank to begin with, by default what bank.prime names.",
 )
 _OTHER = flags.DEFINE_string("other", None, "skills: a bank to compare with.")
 _MERGE = flags.DEFINE_bool(
@@ -83,6 +86,12 @@ _MERGE = flags.DEFINE_bool(
   False,
   "skills: put --other into --bank, to --out; with --config without what its "
   "encoder finds restated.",
+)
+_EPISODES = flags.DEFINE_list(
+  "episodes",
+  None,
+  "distill: runs' folders, their episode files or failures.jsonl, or JSONL "
+  "files of another agent, divided by commas.",
 )
 _PLOT = flags.DEFINE_bool(
   "plot", False, "skills: draw the run's curves into its folder."
@@ -167,6 +176,30 @@ def skills() -> None:
   )
 
 
+def distill() -> None:
+  """Turns failures of saved episodes into skills, without training."""
+  from sesa_jax import mining
+
+  mining.distill(
+    _for_this_machine(folder=False),
+    _need(_EPISODES.value, "episodes"),
+    _need(_OUT.value, "out"),
+    bank=_BANK.value,
+  )
+
+
+def mine() -> None:
+  """Mines skills by early self-play with a frozen bank."""
+  from sesa_jax import mining
+
+  mining.mine(
+    _for_this_machine(),
+    _need(_WORKDIR.value, "workdir"),
+    out=_OUT.value,
+    command=[os.path.basename(sys.argv[0]), *sys.argv[1:]],
+  )
+
+
 def plan() -> int:
   """Says whether a config's run fits a machine, and what it costs there."""
   config = _need(_CONFIG.value, "config")
@@ -199,15 +232,18 @@ MODES: dict[str, Callable[[], int | None]] = {
   "plan": plan,
   "selftest": selftest,
   "skills": skills,
+  "distill": distill,
+  "mine": mine,
 }
 
 
-def _for_this_machine():
+def _for_this_machine(folder: bool = True):
   """The config as it runs here; the command line has the last word."""
   from sesa_jax import distributed, tools
 
   config = _need(_CONFIG.value, "config")
-  _need(_WORKDIR.value, "workdir")  # missing, it is said before devices wake
+  if folder:  # missing, it is said before devices wake
+    _need(_WORKDIR.value, "workdir")
   distributed.initialize()
   given = config_flags.get_override_values(FLAGS["config"])
   return tools.for_machine(config, distributed.machine(), given)

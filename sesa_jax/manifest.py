@@ -30,8 +30,23 @@ _PACKAGES = (
   "numpy",
 )
 
-# A run may be lengthened in its folder: these fields belong to no experiment.
-FREE_FIELDS = ("iterations",)
+# These belong to no experiment, and may change in a run's folder: how long it
+# is, and how its judge is reached and paid.
+FREE_FIELDS = (
+  "iterations",
+  "judge.base_url",
+  "judge.key_env",
+  "judge.concurrency",
+  "judge.deadline",
+  "judge.try_seconds",
+  "judge.tries",
+  "judge.max_tokens",
+  "judge.max_cost",
+  "judge.prompt_price",
+  "judge.completion_price",
+  "judge.cached_prompt_price",
+  "judge.cache",
+)
 
 
 def build(

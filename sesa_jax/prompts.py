@@ -210,7 +210,7 @@ def render(
   if template == "search_r1":
     return _chat(tokenizer, [("user", paragraph)])
   turns = [("system", prompt.system)]
-  for user, assistant in _EXAMPLES[prompt.role] if example else ():
+  for user, assistant in _EXAMPLES.get(prompt.role, ()) if example else ():
     turns += [("user", user), ("assistant", assistant)]
   return _chat(tokenizer, [*turns, ("user", prompt.user)])
 

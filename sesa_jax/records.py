@@ -47,6 +47,33 @@ def prefixed(path: str, found: Mapping[str, Any]) -> dict[str, Any]:
   return {f"{path}/{name}": value for name, value in found.items()}
 
 
+UNKNOWN = 0.02  # share of attempts above which no success rate is reported
+_SUCCESS = (
+  "solver/reward/mean",
+  "solver/success/answered",
+  "challenger/success/mean",
+  "frontier/fraction",
+)
+
+
+def edge_metrics(
+  found: Mapping[str, float], attempts: Sequence[types.Attempt]
+) -> dict[str, float]:
+  """The frontier's metrics, and the share of attempts without a verdict.
+
+  Exact match finds right answers without a judge: what an outage leaves over
+  looks easy. Where too many are unknown no success rate is given at all.
+  """
+  unknown = sum(a.verdict is types.Verdict.UNKNOWN for a in attempts)
+  share = unknown / max(len(attempts), 1)
+  kept = {
+    name: value
+    for name, value in found.items()
+    if share <= UNKNOWN or name not in _SUCCESS
+  }
+  return kept | {"solver/verdicts/unknown": share}
+
+
 def effect_metrics(credited: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """What showing skills changed, on average, where questions tell it."""
   found = {

@@ -9,7 +9,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from sesa_jax import evaluation, metrics
+from sesa_jax import evaluation, metrics, tools
 
 
 def budget(config: Any) -> dict[str, int]:
@@ -31,12 +31,16 @@ def budget(config: Any) -> dict[str, int]:
 
   return {
     "pose": posed * config.challenger.episode_tokens,
-    "verify": (posed + 2 * min(config.verifier.probes, posed))
+    "verify": (config.verifier.answerer == "solver")
+    * (posed + 2 * min(config.verifier.probes, posed))
     * config.verifier.max_tokens,
     "solve": (solved + controls) * config.solver.episode_tokens,
     "update challenger": update(config.challenger, posed),
     "update solver": update(config.solver, solved),
-    "distill": 0,
+    "distill": (config.distillation.distiller == "solver")
+    * config.distillation.max_records
+    * tools.slot_tokens(config)
+    // config.distillation.every,
   }
 
 
@@ -83,7 +87,7 @@ def print_report(
     console.print(_terms(config, folder.read_json("manifest.json", {})))
   rows = folder.read("metrics.jsonl")
   console.print(_played(rows))
-  console.print(_distilled(folder.read("skills_history.jsonl")))
+  console.print(distilled(folder.read("skills_history.jsonl")))
   console.print(f"\nEverything lies in {folder.path}:", highlight=False)
   for name, what in (
     ("episodes/", "what was played (--mode=show prints it)"),
@@ -145,7 +149,7 @@ def _percent(value: float | None) -> str:
   return "-" if value is None else f"{value:.0%}"
 
 
-def _distilled(history: Sequence[Mapping[str, Any]]) -> rich.table.Table:
+def distilled(history: Sequence[Mapping[str, Any]]) -> rich.table.Table:
   """Every record that was taken for distillation, and what came of it."""
   table = rich.table.Table(
     title="Distillation", box=rich.box.SIMPLE_HEAD, show_lines=False

@@ -78,7 +78,8 @@ def check_contamination(state: State, sets: Mapping[str, Sequence]) -> None:
   """
   held = [q.text for q in state.pool.questions + state.pool.fixed]
   held += [record.question for record in state.queue]
-  held += [record.skill.source_question for record in state.bank.records]
+  for record in state.bank.records:
+    held += skill_bank.sources(record.skill.source_question)
   seen = {question_key(text) for text in held if text}
   for name, questions in sets.items():
     for question in questions:

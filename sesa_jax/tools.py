@@ -26,7 +26,8 @@ from jax.sharding import Mesh
 from sesa_jax import distributed, environment, prompts, types
 from sesa_jax.data import benchmarks, corpus, seeds
 from sesa_jax.engine import engine as engine_lib
-from sesa_jax.judge import offline
+from sesa_jax.judge import chat, ledger, offline, verdicts
+from sesa_jax.judge import distiller as distiller_lib
 from sesa_jax.language import ENGLISH, question_key
 from sesa_jax.learner import grpo, packing
 from sesa_jax.learner import learner as learner_lib
@@ -41,8 +42,8 @@ ENCODER_HASH, HASH_DIM = "hash", 64
 _SEARCH_THREADS = 8
 
 # What this version has; a config that asks for more is refused at the start.
-ANSWERERS = ("solver",)
-DISTILLERS = ("offline",)
+ANSWERERS = ("judge", "solver")
+DISTILLERS = ("chat", "solver", "offline")
 ENGINES = ("bm25",)
 SEED_SOURCES = ("titles", "jsonl")
 BANKS = ("none", "final", "placebo", "scrambled")
@@ -150,6 +151,13 @@ def check(config: Any) -> None:
   one_of("verifier.answerer", config.verifier.answerer, ANSWERERS)
   one_of("distillation.distiller", config.distillation.distiller, DISTILLERS)
   one_of("distillation.keep", config.distillation.keep, distillation.KEEPS)
+  distillation.check_consolidate(config.distillation.consolidate)
+  if config.distillation.distiller == "solver" and not config.distillation.wait:
+    raise ValueError(
+      "distillation.wait = False lets skills be written beside rollouts, which "
+      "the solver plays itself: for distillation.distiller = 'solver' it must "
+      "be True."
+    )
   one_of("search.engine", config.search.engine, ENGINES)
   one_of("seeds.source", config.seeds.source, SEED_SOURCES)
   one_of("bank.arm", config.bank.arm, ARMS)
@@ -208,6 +216,90 @@ def check(config: Any) -> None:
       f"{distributed.count()} processes: this version trains on one. Start it "
       "on one host."
     )
+
+
+def check_judge(config: Any) -> None:
+  """Refuses a config whose run would ask a model that it cannot.
+
+  For the modes that would: `check` is for all.
+
+  Raises:
+    ValueError: no endpoint, no key, or a bad value of `judge`.
+  """
+  asked = _asks_judge(config)
+  if asked and not config.judge.base_url:
+    raise ValueError(
+      f"{asked[0]} asks a model, but judge.base_url names none. Set it with "
+      "judge.model and judge.key_env, or choose another."
+    )
+  judge(config)
+
+
+def _asks_judge(config: Any) -> list[str]:
+  """Names the fields by which a run asks the judge's model; verdicts aside."""
+  settings = config.distillation
+  distils = settings.admit and config.frontier.gate != "off"
+  found = []
+  if config.verifier.answerer == "judge":
+    found.append("verifier.answerer = 'judge'")
+  if settings.distiller == "chat" and distils and not config.bank.frozen:
+    found.append("distillation.distiller = 'chat'")
+  return found
+
+
+def judge(config: Any, workdir: str | Path = "") -> verdicts.Judge | None:
+  """Returns the model that `config.judge` names, if it is asked for anything.
+
+  Args:
+    config: an experiment.
+    workdir: where answers, failures and what was spent are kept; "" keeps
+      nothing. The lead's alone: no other process calls.
+
+  Raises:
+    ValueError: no key in the environment, or a bad value.
+  """
+  settings = config.judge
+  if not settings.base_url or not (settings.verdicts or _asks_judge(config)):
+    return None
+  here = Path(workdir) if workdir and distributed.is_lead() else None
+  price = None
+  if settings.prompt_price is not None:
+    price = ledger.Price(
+      settings.prompt_price,
+      settings.completion_price or 0.0,
+      settings.cached_prompt_price,
+    )
+  client = chat.Chat(
+    settings.base_url,
+    settings.model,
+    key_env=settings.key_env,
+    temperature=settings.temperature,
+    extra=settings.extra.to_dict(),
+    concurrency=settings.concurrency,
+    deadline=settings.deadline,
+    try_seconds=settings.try_seconds,
+    tries=settings.tries,
+    ledger=ledger.Ledger(
+      price,
+      max_tokens=settings.max_tokens,
+      max_cost=settings.max_cost,
+      path=here / "judge_spent.json" if here else "",
+    ),
+    cache=(settings.cache or here / "judge_cache") if here else "",
+    log=here / "judge_failures.jsonl" if here else "",
+  )
+  return verdicts.Judge(client, settings.verdict_tokens, settings.answer_tokens)
+
+
+def distiller(
+  config: Any, judge: verdicts.Judge | None
+) -> types.Distiller | None:
+  """Returns what writes skills; None where the policy itself does."""
+  if config.distillation.distiller == "offline":
+    return offline.OfflineDistiller()
+  if config.distillation.distiller == "chat" and judge is not None:
+    return distiller_lib.ChatDistiller(judge.chat, config.distillation.tokens)
+  return None
 
 
 def rollout_mesh(config: Any, mesh: Mesh) -> Mesh:
@@ -304,6 +396,21 @@ _RANGES = {
   "bank.retire_after": (0, None),
   "bank.control_attempts": (0, None),
   "encoder.threshold": (-1, 1),
+  "judge.verdict_tokens": (1, None),
+  "judge.answer_tokens": (1, None),
+  "judge.temperature": (0, 100),
+  "judge.concurrency": (1, None),
+  "judge.deadline": (1e-3, 1e6),
+  "judge.try_seconds": (1e-3, 1e6),
+  "judge.tries": (1, None),
+  "judge.max_tokens": (1, None),
+  "judge.max_cost": (0, None),
+  "judge.prompt_price": (0, None),
+  "judge.completion_price": (0, None),
+  "judge.cached_prompt_price": (0, None),
+  "mine.iterations": (1, None),
+  "mine.skills": (1, None),
+  "distillation.tokens": (1, None),
   "distillation.every": (1, None),
   "distillation.min_pending": (1, None),
   "distillation.max_records": (1, None),
@@ -428,8 +535,16 @@ class World:
   hashes: Mapping[str, str]  # for the manifest
 
 
-def assemble(config: Any, texts: Texts) -> World:
+def assemble(
+  config: Any, texts: Texts, workdir: str | Path | None = None
+) -> World:
   """Loads weights and puts everything together.
+
+  Args:
+    config: an experiment that `check` accepts.
+    texts: of `read`.
+    workdir: of the run, for what its judge keeps; "" keeps nothing, and with
+      None there is neither judge nor distiller.
 
   Raises:
     ValueError: weights, tokenizer or encoder cannot be loaded, or a question
@@ -474,16 +589,22 @@ def assemble(config: Any, texts: Texts) -> World:
         # The evidence check is one greedy turn: nothing is corrected.
         ("evidence", dict(config.environment) | {"max_malformed": 0}),
       )
-    },
+    }
+    | {"text": environment.FreeText(words)},
     search=texts.search,
     encoder=embedder,
-    distiller=offline.OfflineDistiller(),
+    distiller=None,
     tokenizer=words,
     language=ENGLISH,
     render=render,
     on_episode=lambda episode: None,
   )
   _check_lengths(config, texts, render)
+  if workdir is not None:  # last: it makes files
+    model_judge = judge(config, workdir)
+    tools = dataclasses.replace(
+      tools, judge=model_judge, distiller=distiller(config, model_judge)
+    )
   challenger, solver = (
     learner(config, config[name], graphdef, mesh)
     for name in ("challenger", "solver")
@@ -498,6 +619,7 @@ def assemble(config: Any, texts: Texts) -> World:
     "weights": _digest(path),
     "encoder": _digest(locate(config.encoder.path)),
     "questions": _digest_of([texts.seeds, texts.fixed, dict(texts.sets)]),
+    "judge": _digest_of([verdicts.digest(), distiller_lib.digest()]),
   }
   return World(texts, tools, challenger, solver, reference, hashes)
 
@@ -570,6 +692,20 @@ def fits_solver(config: Any, render: Any, question: str) -> bool:
   prompt = prompts.solver(question, prompts.HEADING if skills else "")
   room = config.solver.episode_tokens - config.solver.turn_tokens
   return len(render(prompt)) + skills <= room
+
+
+def set_texts(config: Any) -> frozenset[str]:
+  """Returns the normalised texts of all questions in the files of `eval.sets`.
+
+  Raises:
+    ValueError: a file is missing or malformed.
+  """
+  return tested_texts(
+    {
+      name: benchmarks.load_questions(locate(spec.path), source=name)
+      for name, spec in config.eval.sets.items()
+    }
+  )
 
 
 def tested_texts(sets: Mapping[str, Any]) -> frozenset[str]:

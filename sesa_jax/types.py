@@ -252,8 +252,16 @@ class Skill:
   templates: tuple[str, ...]  # z: query templates with slots
   origin: str  # "seed", "offline", "chat", "solver", "mined", "authored"
   source_question: str = ""  # its text, for skills born from a failure
-  source_seed: str = ""
+  source_seed: str = ""  # of both a line each, where there were several
   created_at: int = 0  # iteration
+
+
+@dataclass(frozen=True)
+class RightAttempt:
+  """What an attempt did that got the same question right."""
+
+  queries: tuple[str, ...]
+  passages: tuple[Passage, ...]  # cut to a token budget
 
 
 @dataclass(frozen=True)
@@ -272,6 +280,15 @@ class FailureRecord:
   success_rate: float
   skill_ids: tuple[str, ...]
   iteration: int
+  right: tuple[RightAttempt, ...] = ()  # for contrast
+
+
+@dataclass(frozen=True)
+class Case:
+  """What one skill is to be written from."""
+
+  records: tuple[FailureRecord, ...]  # one, or a few of the same kind
+  shown: tuple[Skill, ...]  # skills that did not help
 
 
 # --- tools -----------------------------------------------------------------
@@ -314,17 +331,15 @@ class Environment(Protocol):
 
 
 class Distiller(Protocol):
-  """Turns a failure into a skill, or says why not."""
+  """Turns failures into skills, or says why not."""
 
   @property
   def name(self) -> str:
     """The origin of its skills."""
     ...
 
-  def distill(
-    self, record: FailureRecord, shown: Sequence[Skill]
-  ) -> Skill | DistillFailure:
-    """Writes one skill from one record; `shown` are those that did not help."""
+  def distill_all(self, cases: Sequence[Case]) -> list[Skill | DistillFailure]:
+    """Writes at most one skill from each case, in order."""
     ...
 
 
@@ -352,11 +367,12 @@ class Tools:
   environments: Mapping[str, Environment]  # by role: what its turns may hold
   search: SearchEngine
   encoder: Encoder
-  distiller: Distiller
+  distiller: Distiller | None  # None: the policy itself, or nobody
   tokenizer: Any  # of the backbone, transformers
   language: Any  # language.Language
   render: Any  # prompts.Prompt -> ids; the one rendering
   on_episode: Any  # told of each episode when it ends
+  judge: Any = None  # judge.verdicts.Judge, where there is one
 
   def count_tokens(self, text: str) -> int:
     """Counts the tokens of a text inside a prompt."""

@@ -18,7 +18,7 @@ from tests import scripted
 PLACES = {
   "rollout": ("sesa_jax.stages.selfplay", "solve"),
   "update": ("sesa_jax.loop", "_update"),
-  "distillation": ("sesa_jax.stages.distillation", "distill"),
+  "distillation": ("sesa_jax.stages.distillation", "land"),
   "writing": ("sesa_jax.state", "save"),
   "checkpoint": ("sesa_jax.checkpoint", "_tree_saves"),
 }

@@ -125,14 +125,15 @@ class ScriptedEngine:
     )
 
   def _scores(self, weights, request, ids) -> np.ndarray:
-    padded = np.zeros((1, _LENGTH), np.int32)
+    length = _LENGTH * -(-len(ids) // _LENGTH)
+    padded = np.zeros((1, length), np.int32)
     padded[0, : len(ids)] = ids
     temperature = request.sampling.temperature or 1.0
     found = self._score(weights, padded, len(ids), temperature)
     return np.asarray(found)[: len(ids)]
 
   def _logprobs(self, weights, ids, length, temperature):
-    positions = jnp.arange(_LENGTH)[None]
+    positions = jnp.arange(ids.shape[1])[None]
     hidden = model.hidden(
       self._graphdef,
       weights,
@@ -153,6 +154,17 @@ class ScriptedEngine:
 _QUESTION = (
   "Which thing of this world, the one that a short article of this small "
   "encyclopedia number {} describes in two sentences, is meant here?"
+)
+
+
+# What it writes where it is asked for a skill.
+SKILL = dict(
+  category="two candidates",
+  description="Read on until a sentence tells what was asked.",
+  trigger="A page names more than one thing.",
+  evidence="The verb of the question beside it.",
+  avoidance="Taking the first.",
+  templates=["{thing} {verb}"],
 )
 
 
@@ -177,19 +189,23 @@ def _target(name: str) -> str:
 
 def world_script(request: types.Request, attempt: int, turn: int) -> str:
   """Valid, invalid, malformed and truncated play, by the request's id."""
-  case = zlib.crc32(f"l{request.id}".encode()) % 4
+  name = request.id.removeprefix("control/")
+  case = zlib.crc32(f"l{name}".encode()) % 4
   if request.arm == "challenger":
     if turn == 0:
       return f"<search>{_target(request.id)}</search>"
     if case == 3:
       return "I would rather not ask."
     return f"<question>{_QUESTION.format(case)}</question>"
+  if request.arm == "text":
+    return json.dumps(SKILL)
   if request.arm == "evidence":
     return f"<answer>{_target(request.id)}</answer>"
-  name = request.id.removeprefix("control/")
   known = _answers().get(name) or _target(name)
   if turn == 0:
     return "<think>look</think><search>capital river wrote planet</search>"
+  if request.arm == "control":  # skills help there alone where all is right
+    return f"<answer>{known if case else 'Atlantis'}</answer>"
   if case == 0:  # all attempts are right
     return f"<answer>{known}</answer>"
   if case == 1:  # all wrong: in substance, malformed, truncated
@@ -201,4 +217,6 @@ def world_script(request: types.Request, attempt: int, turn: int) -> str:
     )[attempt % 4]
   if attempt % 2 == 0:
     return f"<answer>{known}</answer>"
-  return "<answer>Nowhere at all</answer>"
+  if attempt % 4 == 1:
+    return "<answer>Nowhere at all</answer>"
+  return f"<answer>almost {known}</answer>"  # right, to a judge alone

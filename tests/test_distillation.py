@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 
+import numpy as np
 import pytest
 
 from sesa_jax import metrics
@@ -12,7 +13,15 @@ from sesa_jax.language import ENGLISH
 from sesa_jax.retrieval.encoder import HashEncoder
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation
-from sesa_jax.types import DistillFailure, FailureRecord, Passage, Skill
+from sesa_jax.types import (
+  Case,
+  DistillFailure,
+  FailureRecord,
+  Passage,
+  Question,
+  RightAttempt,
+  Skill,
+)
 
 ENCODER = HashEncoder(64)
 
@@ -51,27 +60,29 @@ class Scripted:
   name: str = "chat"
   asked: list = dataclasses.field(default_factory=list)
 
-  def distill(self, record, shown):
-    self.asked.append((record.question_id, [s.id for s in shown]))
-    return self.answers[record.question_id]
+  def distill_all(self, cases):
+    for case in cases:
+      ids = [record.question_id for record in case.records]
+      self.asked.append((" ".join(ids), [s.id for s in case.shown]))
+    return [self.answers[case.records[0].question_id] for case in cases]
 
 
 def distill(bank, queue, distiller, **changes):
-  return distillation.distill(
+  """Chooses, writes and lands, as the loop does."""
+  settings = dict(
+    iteration=10, every=10, min_pending=1, max_records=30, admit=True
+  )
+  cases = distillation.cases(bank, queue, encoder=ENCODER, **settings | changes)
+  return distillation.land(
     bank,
     queue,
-    **dict(
-      distiller=distiller,
-      encoder=ENCODER,
-      language=ENGLISH,
-      iteration=10,
-      every=10,
-      min_pending=1,
-      max_records=30,
-      threshold=0.9,
-      admit=True,
-    )
-    | changes,
+    cases,
+    distiller.distill_all(cases) if cases else [],
+    origin=distiller.name,
+    encoder=ENCODER,
+    language=ENGLISH,
+    iteration=changes.get("iteration", 10),
+    threshold=0.9,
   )
 
 
@@ -126,7 +137,7 @@ def test_due():
 def test_not_now(changes):
   bank, queue, distiller = empty(), (record(),), Scripted({})
   after, left, report = distill(bank, queue, distiller, **changes)
-  assert after is bank
+  assert after.records == bank.records
   assert left == queue
   assert distiller.asked == []
   assert report.rows == []
@@ -255,6 +266,106 @@ def test_offline_distiller_all_the_way():
 
 
 def test_record_survives_a_checkpoint():
+  page = Passage("2", "Rome", "Rome has seven hills.", 0.5)
+  right = RightAttempt(("hills of rome", "rome"), (page,))
   waits = record("a", skill_ids=("s",), other_predictions=("Köln", "Ulm"))
-  text = json.dumps(metrics.plain(waits))
-  assert distillation.from_json(json.loads(text)) == waits
+  for one in (waits, record("b", right=(right, right))):
+    text = json.dumps(metrics.plain(one))
+    assert distillation.from_json(json.loads(text)) == one
+  older = metrics.plain(waits)
+  del older["right"]
+  assert distillation.from_json(older) == waits
+
+
+# --- clusters --------------------------------------------------------------
+
+
+class Angles:
+  """Question "d" lies at the angle d degrees."""
+
+  dim = 2
+
+  def encode(self, texts, kind):
+    assert kind == "query"
+    angles = np.radians([float(text) for text in texts])
+    return np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+
+
+def at(degrees, **changes):
+  return record(str(degrees), question=str(degrees), **changes)
+
+
+def test_clusters_are_the_best_with_its_nearest():
+  queue = tuple(at(d) for d in (0, 10, 90, 21, 31, 40, 50, 100))
+  queue += (at(35, wrong_attempts=2), at(93, wrong_attempts=2))
+  settings = dict(
+    encoder=Angles(), iteration=1, every=1, min_pending=1, admit=True
+  )
+  found = distillation.cases(
+    empty(), queue, max_records=9, consolidate="cluster", **settings
+  )
+  # "90" is the worst by its id, and left out by max_records.
+  assert [[r.question for r in case.records] for case in found] == [
+    ["35", "31", "40", "21", "50"],
+    ["93", "100", "10", "0"],
+  ]
+  single = distillation.cases(empty(), queue, max_records=9, **settings)
+  assert [len(case.records) for case in single] == [1] * 9
+  with pytest.raises(ValueError, match="'all'.*single, cluster"):
+    distillation.cases(
+      empty(), queue, max_records=9, consolidate="all", **settings
+    )
+
+
+def test_a_cluster_shows_the_skills_of_all_once():
+  bank = empty()
+  vectors = ENCODER.encode(["x", "y"], "passage")
+  skills = [skill("s", id="s"), skill("t", id="t")]
+  bank, _ = skill_bank.prime(bank, skills, vectors)
+  queue = (
+    record("a", skill_ids=("s", "gone")),
+    record("b", skill_ids=("t", "s")),
+  )
+  (case,) = distillation.cases(
+    bank, queue, encoder=ENCODER, iteration=1, every=1, min_pending=1,
+    max_records=2, admit=True, consolidate="cluster",
+  )  # fmt: skip
+  assert [s.id for s in case.shown] == ["s", "t"]
+
+
+def test_a_cluster_lands_or_stays_as_a_whole():
+  """Its skill is born from all its questions, and holds nothing of any."""
+  records = [
+    record("a", question="Where\nis A kept?"),
+    record("b", targets=("Oslo",)),
+    record("c"),
+  ]
+  queue = (*records, record("d"))
+  case = Case(tuple(records), ())
+
+  def land(written):
+    return distillation.land(
+      empty(), queue, [case], [written], origin="chat", encoder=ENCODER,
+      language=ENGLISH, iteration=10, threshold=0.9,
+    )  # fmt: skip
+
+  bank, left, report = land(skill("read the page again"))
+  assert left == (record("d"),)
+  (born,) = bank.skills
+  assert born.source_question == (
+    "Where is A kept?\nWhere is B kept?\nWhere is C kept?"
+  )
+  assert born.source_seed == "seed of a\nseed of b\nseed of c"
+  (row,) = report.rows
+  assert (row["question"], row["others"]) == ("a", [(1, "b"), (1, "c")])
+  assert report.metrics["distillation/admitted"] == 1
+  asked = [
+    Question("x", "Where is B kept", ("y",), 1, "", "fixed"),
+    Question("y", "Where is E kept", ("y",), 1, "seed of c", "challenger"),
+    Question("z", "Where is D kept", ("y",), 1, "seed of d", "challenger"),
+  ]
+  shown = skill_bank.top(bank, asked, ENCODER, k=1)
+  assert [len(shown[name]) for name in "xyz"] == [0, 0, 1]
+  assert land(skill("it is in oslo"))[0].skills == ()
+  assert land(DistillFailure("down", outage=True))[1] == queue
+  assert land(DistillFailure("refused", outage=False))[1] == (record("d"),)

@@ -8,9 +8,8 @@ import pytest
 from sesa_jax.judge import distiller
 from sesa_jax.judge.chat import Chat
 from sesa_jax.judge.distiller import (
-  Case,
   ChatDistiller,
-  RightAttempt,
+  PolicyDistiller,
   messages,
   parse_skill,
 )
@@ -19,7 +18,14 @@ from sesa_jax.language import ENGLISH
 from sesa_jax.retrieval.encoder import HashEncoder
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation
-from sesa_jax.types import DistillFailure, FailureRecord, Passage, Skill
+from sesa_jax.types import (
+  Case,
+  DistillFailure,
+  FailureRecord,
+  Passage,
+  RightAttempt,
+  Skill,
+)
 from tests.llm_server import (
   ATTACK,
   Naps,
@@ -97,7 +103,7 @@ def test_the_skills_that_did_not_help_are_shown_and_forbidden():
 
 def test_several_records_and_right_attempts():
   right = RightAttempt(("mincio",), (Passage("2", "Mincio", "It leaves it."),))
-  case = Case((record("a"), record("b")), (), (right,))
+  case = Case((record("a"), record("b", right=(right,))), ())
   found = blocks(messages(case)[1]["content"])
   assert found["question 1"] == "Which river drains lake A?"
   assert found["question 2"] == "Which river drains lake B?"
@@ -229,6 +235,35 @@ def test_many_cases_at_once_keep_their_order():
   assert found[2].source_question == "Which river drains lake C?"
 
 
+def test_a_policy_is_asked_in_the_same_words_and_once():
+  """And what it writes is read as strictly: there is no second try."""
+  asked = []
+
+  def write(prompts):
+    asked.extend(prompts)
+    return [json.dumps(REPLY), "A lesson: read.", None]
+
+  cases = [Case((record(name),), (SKILL,)) for name in "abc"]
+  found = PolicyDistiller(write).distill_all(cases)
+  assert found[0] == dataclasses.replace(
+    SKILL,
+    origin="solver",
+    source_question="Which river drains lake A?",
+    source_seed="s7",
+    created_at=4,
+  )
+  assert found[1].reason.startswith("malformed: ")
+  assert found[2].reason.startswith("length: ")
+  assert not found[1].outage
+  assert not found[2].outage
+  for case, prompt in zip(cases, asked, strict=True):
+    system, user = messages(case)
+    assert (prompt.system, prompt.user) == (
+      system["content"],
+      user["content"],
+    )
+
+
 def test_in_stage_4_an_outage_keeps_its_record(tmp_path):
   def write(handler):
     name = blocks(handler.asked)["question"][-2].lower()
@@ -243,20 +278,20 @@ def test_in_stage_4_an_outage_keeps_its_record(tmp_path):
 
   queue = tuple(record(name) for name in "abcd")
   bank = skill_bank.create(5, 64)
+  cases = [Case((one,), ()) for one in queue]
   with Server(then=write) as server:
-    bank, queue, report = distillation.distill(
-      bank,
-      queue,
-      distiller=writer(server, cache=tmp_path),
-      encoder=HashEncoder(64),
-      language=ENGLISH,
-      iteration=10,
-      every=10,
-      min_pending=1,
-      max_records=30,
-      threshold=0.9,
-      admit=True,
-    )
+    written = writer(server, cache=tmp_path).distill_all(cases)
+  bank, queue, report = distillation.land(
+    bank,
+    queue,
+    cases,
+    written,
+    origin="chat",
+    encoder=HashEncoder(64),
+    language=ENGLISH,
+    iteration=10,
+    threshold=0.9,
+  )
   assert [r.question_id for r in queue] == ["b"]
   assert [r.skill.description for r in bank.records] == [SKILL.description]
   found = report.metrics

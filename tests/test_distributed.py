@@ -108,6 +108,7 @@ distributed.initialize()
 me = distributed.index()
 mine = [{"process": me, "text": "\\u00e9" * me * 500}] * (1 + 2 * me)
 gathered = distributed.gather(mine)
+led = distributed.from_lead(lambda: [me, 1 // (me == 0)])
 none = distributed.gather([] if me else [np.float32(0.1), types.Verdict.RIGHT])
 
 def on(devices, shape, names, *spec):
@@ -131,7 +132,7 @@ print("SAID", json.dumps(dict(
   processes=[row["process"] for row in gathered],
   lengths=[len(row["text"]) for row in gathered],
   whole=distributed.gather(distributed.share(list(range(5)))),
-  none=[repr(x) for x in none],
+  none=[repr(x) for x in none], led=led,
   cpu=distributed.host_cpu().process_index, copies=copies,
 )))
 """
@@ -175,5 +176,6 @@ def test_two_processes_over_gloo():
     assert one["lengths"] == [0, 500, 500, 500]
     assert one["whole"] == [0, 1, 2, 3, 4]
     assert one["none"] == ["np.float32(0.1)", "<Verdict.RIGHT: 'right'>"]
+    assert one["led"] == [0, 1]  # the other process did not even compute it
     # In the order of the rollout's mesh, and in another.
     assert one["copies"] == [[True, True], [True, True]]

@@ -389,3 +389,18 @@ def test_no_turn_crashes_an_episode_or_overfills_it(text, reason, room, turn):
     assert len(reply.ids) <= room
     assert (reply.finish != "") == (reply.kind == "finish")
     assert (reply.kind == "go_on") <= (reason == "stop")
+
+
+# --- free text -------------------------------------------------------------
+
+
+def test_a_text_is_all_that_was_written_before_the_turn_ended():
+  words = environment.FreeText(TOKENIZER)
+  assert words.stops == ()
+  text = '{"a": "<search>x</search>"}'
+  reply = words.respond(pause(text, "eos"))
+  assert (reply.kind, reply.finish) == ("finish", "answer")
+  assert (reply.action, reply.argument) == ("answer", text)
+  for reason in ("turn_tokens", "episode_tokens"):
+    reply = words.respond(pause(text, reason))
+    assert (reply.finish, reply.action) == (reason, "")

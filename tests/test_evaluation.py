@@ -95,6 +95,7 @@ class NoTools:
   language = ENGLISH
   render = None
   on_episode = None
+  count_tokens = types.Tools.count_tokens
 
 
 def test_every_question_is_scored_and_twice_the_same():

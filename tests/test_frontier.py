@@ -335,6 +335,19 @@ def test_a_record_holds_the_most_frequent_wrong_answer():
   assert record.skill_ids == ("skill-1",)
 
 
+def test_right_attempts_are_kept_for_contrast_alone():
+  tries = attempts("wrrwr", passages=3)
+  keywords = dict(passage_tokens=7)  # of each: two words a passage, and a title
+  (record,) = shape([], tries, **keywords).failures
+  assert record.right == ()
+  (record,) = shape([], tries[::-1], contrast=True, **keywords).failures
+  assert [right.queries for right in record.right] == [("query",)] * 2
+  assert [[p.id for p in right.passages] for right in record.right] == [
+    ["q/1/0", "q/1/1"],
+    ["q/2/0", "q/2/1"],
+  ]
+
+
 def test_of_equally_frequent_answers_the_lowest_attempt_is_recorded():
   answers = ["gold", "Rome", "Oslo", "Oslo", "Rome"]
   (record,) = shape([], attempts("rwwww", predictions=answers)).failures

@@ -17,6 +17,7 @@ LEVELS = (
   "main",
   "plan",
   "selftest",
+  "mining",
   "loop",
   "state",
   "report",
@@ -44,7 +45,10 @@ LEVEL = {
   name: number for number, line in enumerate(LEVELS) for name in line.split()
 }
 # The only ones that see a ConfigDict.
-CONFIGURED = {"main", "plan", "loop", "state", "report", "evaluation", "tools"}
+CONFIGURED = {"main", "plan", "mining", "loop", "state", "report"} | {
+  "evaluation",
+  "tools",
+}
 
 
 def modules():

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from sesa_jax.judge.leaks import leaks
 from sesa_jax.language import ENGLISH
-from sesa_jax.types import FailureRecord, Passage, Skill
+from sesa_jax.types import FailureRecord, Passage, RightAttempt, Skill
 
 RECORD = FailureRecord(
   question_id="q",
@@ -70,3 +72,11 @@ def test_every_text_is_read(field):
 )
 def test_reasons_by_token_boundaries(text, reason):
   assert leaks(skill(templates=("{x}", text)), RECORD, ENGLISH) == reason
+
+
+def test_titles_that_right_attempts_read_are_given_away_too():
+  leaky = skill(evidence="See Manaus first.")
+  assert leaks(leaky, RECORD, ENGLISH) is None
+  right = RightAttempt((), (Passage("4", "Manaus", "A town."),))
+  record = dataclasses.replace(RECORD, right=(right,))
+  assert leaks(leaky, record, ENGLISH) == "title"

@@ -158,8 +158,23 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"bank__arm": "none"}, "'none'. Choices: skills, placebo, scrambled"),
     ({"bank__index": "faiss"}, "'faiss'. Choices: auto, exact, scann"),
     ({"bank__credit": "control"}, "control_attempts to at least 1"),
-    ({"distillation__distiller": "chat"}, "'chat'. Choices: offline"),
-    ({"verifier__answerer": "judge"}, "'judge'. Choices: solver"),
+    ({"distillation__distiller": "x"}, "'x'. Choices: chat, solver, offline"),
+    (
+      {"distillation__distiller": "chat"},
+      "distiller = 'chat' asks a model, but judge",
+    ),
+    ({"distillation__consolidate": "x"}, "'x'. Choices: single, cluster"),
+    (
+      {"distillation__distiller": "solver", "distillation__wait": False},
+      "for distillation.distiller = 'solver' it must be True",
+    ),
+    ({"verifier__answerer": "x"}, "'x'. Choices: judge, solver"),
+    (
+      {"verifier__answerer": "judge"},
+      "answerer = 'judge' asks a model, but judge",
+    ),
+    ({"judge__base_url": "localhost"}, "'localhost' is no http"),
+    ({"judge__tries": 0}, "judge.tries = 0"),
     ({"search__engine": "x"}, "Choices: bm25"),
     ({"policy__template": "x"}, "Choices: native, search_r1, ssp"),
     ({"policy__attention": "x"}, "Choices: auto, xla, splash, cudnn"),
@@ -317,6 +332,11 @@ def test_every_number_of_the_config_has_a_range():
   assert not config.machines  # their values are of the same fields
   found = set(numbers(config))
   maybe = {"challenger.min_searches", "bank.min_score"}  # None by default
+  maybe |= {f"judge.{name}" for name in ("max_tokens", "max_cost")}
+  maybe |= {
+    f"judge.{name}price"
+    for name in ("prompt_", "completion_", "cached_prompt_")
+  }
   assert found | maybe == set(tools._RANGES)
 
 

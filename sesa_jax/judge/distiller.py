@@ -9,12 +9,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from sesa_jax import prompts
 from sesa_jax.judge import chat
-from sesa_jax.types import DistillFailure, FailureRecord, Passage, Skill
+from sesa_jax.types import (
+  Case,
+  DistillFailure,
+  FailureRecord,
+  Passage,
+  RightAttempt,
+  Skill,
+)
 
 INSTRUCTIONS = """\
 An agent answers questions with a search engine and learns from its failures. \
@@ -48,21 +54,6 @@ _LONGEST = {
 _TEMPLATES, _LONGEST_TEMPLATE = 3, 120
 
 
-class RightAttempt(NamedTuple):
-  """What an attempt did that got the same question right."""
-
-  queries: tuple[str, ...]
-  passages: tuple[Passage, ...]
-
-
-class Case(NamedTuple):
-  """What one skill is to be written from."""
-
-  records: tuple[FailureRecord, ...]  # one, or a few of the same kind
-  shown: tuple[Skill, ...]  # skills that did not help
-  right: tuple[RightAttempt, ...] = ()  # for contrast
-
-
 def messages(case: Case) -> list[dict[str, str]]:
   """Asks for one skill. All of the case stands in blocks; see `chat.fenced`."""
   blocks = []
@@ -75,7 +66,8 @@ def messages(case: Case) -> list[dict[str, str]]:
       (f"wrong answers{of}", "\n".join(wrong)),
       (f"passages read{of}", prompts.passages_text(record.passages)),
     ]
-  for number, attempt in enumerate(case.right, 1):
+  right = [attempt for record in case.records for attempt in record.right]
+  for number, attempt in enumerate(right, 1):
     blocks += [
       (f"right attempt {number}, queries", "\n".join(attempt.queries)),
       (
@@ -86,7 +78,7 @@ def messages(case: Case) -> list[dict[str, str]]:
   ask = ["Write the skill that would have prevented this failure."]
   if len(case.records) > 1:
     ask = ["Write the one skill that would have prevented all these failures."]
-  if case.right:
+  if right:
     ask.append(
       "The right attempts show what made the difference: other queries, or "
       "another reading of the same passages."
@@ -178,7 +170,9 @@ def digest() -> str:
   right = RightAttempt(("query",), (passage,))
   asked = [
     messages(Case((record,), ())),
-    messages(Case((record,) * 2, (skill,), (right,))),
+    messages(
+      Case((dataclasses.replace(record, right=(right,)),) * 2, (skill,))
+    ),
   ]
   return hashlib.sha256(repr(asked).encode()).hexdigest()
 
@@ -212,19 +206,59 @@ class ChatDistiller:
       [messages(case) for case in cases], parse_skill, tokens=self.tokens
     )
     return [
-      self._written(case.records[0], reply)
+      DistillFailure(str(reply), outage=reply.outage)
+      if isinstance(reply, chat.Failure)
+      else _born(reply, case, self.name)
       for case, reply in zip(cases, replies, strict=True)
     ]
 
-  def _written(
-    self, record: FailureRecord, reply: Skill | chat.Failure
-  ) -> Skill | DistillFailure:
-    if isinstance(reply, chat.Failure):
-      return DistillFailure(str(reply), outage=reply.outage)
-    return dataclasses.replace(
-      reply,
-      origin=self.name,
-      source_question=record.question,
-      source_seed=record.seed_id,
-      created_at=record.iteration,
-    )
+
+@dataclasses.dataclass(frozen=True)
+class PolicyDistiller:
+  """Skills by the policy itself, asked as the chat model is.
+
+  Args:
+    write: the policy's text for each prompt; None where there was no room for
+      it, or it came to no end.
+  """
+
+  write: Callable[[Sequence[prompts.Prompt]], list[str | None]]
+
+  @property
+  def name(self) -> str:
+    """What its skills give as their origin."""
+    return "solver"
+
+  def distill_all(self, cases: Sequence[Case]) -> list[Skill | DistillFailure]:
+    """Writes a skill from each case; there is no second try."""
+    asked = [prompt(case) for case in cases]
+    return [
+      _read(text, case, self.name)
+      for case, text in zip(cases, self.write(asked), strict=True)
+    ]
+
+
+def prompt(case: Case) -> prompts.Prompt:
+  """Asks a policy for one skill, in the words of `messages`."""
+  _, user = messages(case)
+  return prompts.Prompt("distiller", INSTRUCTIONS, user["content"])
+
+
+def _read(text: str | None, case: Case, name: str) -> Skill | DistillFailure:
+  if text is None:
+    return DistillFailure("length: no end of it", outage=False)
+  try:
+    return _born(parse_skill(text), case, name)
+  except ValueError as error:
+    return DistillFailure(f"malformed: {error}", outage=False)
+
+
+def _born(skill: Skill, case: Case, name: str) -> Skill:
+  first = case.records[0]
+  return dataclasses.replace(
+    skill,
+    origin=name,
+    source_question=first.question,
+    source_seed=first.seed_id,
+    created_at=first.iteration,
+  )

@@ -25,7 +25,8 @@ def leaks(
     One of REASONS, the first that applies, or None.
   """
   texts = text_fields(skill)
-  titles = [passage.title for passage in record.passages]
+  read = [record.passages, *(attempt.passages for attempt in record.right)]
+  titles = [passage.title for passages in read for passage in passages]
   titles += [title.partition(" (")[0] for title in titles]
   for reason, phrases in (
     ("target", record.targets),

@@ -158,19 +158,25 @@ class Ledger:
       spent = {f"{path}/spent/{k}": float(v) for k, v in self._spent.items()}
     return found | spent
 
+  def exceeded(self) -> str:
+    """Says that a call was refused for the budget; "" if none was."""
+    if not self.refused:
+      return ""
+    limits = {"tokens": self.max_tokens, "cost": self.max_cost}
+    said = ", ".join(
+      f"{self._spent[name]:,.6g} of {limit:,.6g} {name}"
+      for name, limit in limits.items()
+      if limit is not None
+    )
+    return (
+      f"The judge's budget is used up ({said}; the next call could pass it). "
+      "Raise it and give the same command again: what was answered is kept."
+    )
+
   def check(self) -> None:
     """Raises `types.Stopped` if a call was refused for the budget."""
-    if self.refused:
-      limits = {"tokens": self.max_tokens, "cost": self.max_cost}
-      said = ", ".join(
-        f"{self._spent[name]:,.6g} of {limit:,.6g} {name}"
-        for name, limit in limits.items()
-        if limit is not None
-      )
-      raise Stopped(
-        f"The judge's budget is used up ({said}; the next call could pass it). "
-        "Raise it and give the same command again: what was answered is kept."
-      )
+    if said := self.exceeded():
+      raise Stopped(said)
 
 
 def _read_spent(path: Path) -> dict[str, float]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sesa_jax.language import ENGLISH, Language
-from sesa_jax.types import DistillFailure, FailureRecord, Skill
+from sesa_jax.types import Case, DistillFailure, FailureRecord, Skill
 
 # What is asked: the pattern that matches earliest, of equals the first.
 _ASKED = (
@@ -130,6 +130,10 @@ class OfflineDistiller:
   def name(self) -> str:
     """What its skills give as their origin."""
     return "offline"
+
+  def distill_all(self, cases: Sequence[Case]) -> list[Skill | DistillFailure]:
+    """Writes a skill from the first record of each case."""
+    return [self.distill(case.records[0], case.shown) for case in cases]
 
   def distill(
     self, record: FailureRecord, shown: Sequence[Skill]

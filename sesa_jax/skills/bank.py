@@ -33,6 +33,7 @@ Events = tuple[dict[str, Any], ...]
 # Who has a bank finds here what its skills are as text.
 check_fields, load = record_lib.check_fields, record_lib.load
 render, rendered = record_lib.render, record_lib.rendered
+joined, sources = record_lib.joined, record_lib.sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -468,15 +469,19 @@ def born_from(
   bank: SkillBank, questions: Sequence[Question]
 ) -> Bool[np.ndarray, "Q S"]:
   """Says which skills were born from which question, by seed or by text."""
-  seeds = np.array([r.skill.source_seed for r in bank.records], object)
-  texts = np.array(
-    [question_key(r.skill.source_question) for r in bank.records], object
-  )
+  rows: dict[tuple[str, str], list[int]] = {}
+  for row, record in enumerate(bank.records):
+    for seed in record_lib.sources(record.skill.source_seed):
+      rows.setdefault(("seed", seed), []).append(row)
+    for text in record_lib.sources(record.skill.source_question):
+      rows.setdefault(("text", question_key(text)), []).append(row)
   out = np.zeros((len(questions), len(bank.active)), bool)
-  for row, question in zip(out, questions, strict=True):
-    born = (seeds == question.seed_id) & (seeds != "")
-    born |= (texts == question_key(question.text)) & (texts != "")
-    row[: len(born)] = born
+  for born, question in zip(out, questions, strict=True):
+    for key in (
+      ("seed", question.seed_id),
+      ("text", question_key(question.text)),
+    ):
+      born[rows.get(key, []) if key[1] else []] = True
   return out
 
 

@@ -48,7 +48,7 @@ def usage(
     better = difference(outcome, unprimed)
   else:
     better = outcome.success - mean
-  return max(better, 0.0), max(-better, 0.0)
+  return max(0.0, better), max(0.0, -better)  # in this order: never -0.0
 
 
 def difference(primed: Outcome, unprimed: Outcome) -> float:

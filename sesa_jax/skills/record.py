@@ -31,6 +31,16 @@ def embedded_text(skill: Skill) -> str:
   return f"{skill.description} {skill.trigger}"
 
 
+def sources(text: str) -> list[str]:
+  """Reads `source_question` or `source_seed`: a line each, blank ones aside."""
+  return [line for line in text.split("\n") if line.strip()]
+
+
+def joined(texts: Sequence[str]) -> str:
+  """Writes what `sources` reads."""
+  return "\n".join(dict.fromkeys(text.replace("\n", " ") for text in texts))
+
+
 # --- in a prompt -----------------------------------------------------------
 
 

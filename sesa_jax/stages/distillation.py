@@ -12,16 +12,19 @@ from sesa_jax.judge import leaks
 from sesa_jax.language import Language
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.types import (
-  Distiller,
+  Case,
   DistillFailure,
   Encoder,
   FailureRecord,
   Passage,
   Report,
+  RightAttempt,
   Skill,
 )
 
 KEEPS = ("newest", "best")
+CONSOLIDATES = ("single", "cluster")
+CLUSTER = 5  # records of a case at most
 
 # Why a skill was not admitted, as the metrics count it.
 REASONS = (
@@ -83,10 +86,20 @@ def enqueue(
 def from_json(row: Mapping[str, Any]) -> FailureRecord:
   """Reads a record that went through JSON."""
   tuples = ("targets", "other_predictions", "skill_ids")
+
+  def passages(rows):
+    return tuple(Passage(**passage) for passage in rows)
+
   return FailureRecord(
     **dict(row)
     | {name: tuple(row[name]) for name in tuples}
-    | {"passages": tuple(Passage(**p) for p in row["passages"])}
+    | {"passages": passages(row["passages"])}
+    | {
+      "right": tuple(
+        RightAttempt(tuple(right["queries"]), passages(right["passages"]))
+        for right in row.get("right", ())
+      )
+    }
   )
 
 
@@ -104,73 +117,134 @@ def due(iteration: int, every: int) -> bool:
   return iteration > 0 and iteration % every == 0
 
 
-def distill(
+def cases(
   bank: skill_bank.SkillBank,
   queue: Queue,
   *,
-  distiller: Distiller,
   encoder: Encoder,
-  language: Language,
   iteration: int,
   every: int,
   min_pending: int,
   max_records: int,
-  threshold: float,
   admit: bool,
-) -> tuple[skill_bank.SkillBank, Queue, Report]:
-  """Turns the best records into skills and admits those that are new.
+  consolidate: str = "single",
+) -> list[Case]:
+  """Chooses what skills are written from, if it is time.
 
-  Best first: priority, then newest, then question id. One record, one call, at
-  most one skill, which must pass the leak guard and then the bank's admission.
+  Best first: priority, then newest, then question id.
+
+  Args:
+    bank: knows the skills that did not help.
+    queue: what waits.
+    encoder: embeds questions, for clusters.
+    iteration: counted from 1.
+    every: iterations from one distillation to the next.
+    min_pending: fewer records wait on.
+    max_records: taken at once.
+    admit: False leaves all as it is.
+    consolidate: "single", a case a record; "cluster", a case for the best
+      record and up to CLUSTER - 1 of the others, the nearest by the cosine of
+      their questions, then for the best one left, and so on.
+
+  Raises:
+    ValueError: an unknown `consolidate`; lists the choices.
+  """
+  check_consolidate(consolidate)
+  if not (admit and due(iteration, every) and len(queue) >= min_pending):
+    return []
+  chosen = sorted(queue, key=_best_first)[:max_records]
+  known = {record.skill.id: record.skill for record in bank.records}
+  groups = [[record] for record in chosen]
+  if consolidate == "cluster":
+    groups = _clusters(chosen, encoder)
+  found = []
+  for group in groups:
+    ids = dict.fromkeys(id for record in group for id in record.skill_ids)
+    shown = tuple(known[id] for id in ids if id in known)
+    found.append(Case(tuple(group), shown))
+  return found
+
+
+def check_consolidate(name: str) -> None:
+  """Raises a ValueError if the name is not one of `CONSOLIDATES`."""
+  if name not in CONSOLIDATES:
+    raise ValueError(
+      f"Unknown distillation.consolidate {name!r}. Choices: "
+      f"{', '.join(CONSOLIDATES)}."
+    )
+
+
+def _clusters(
+  records: Sequence[FailureRecord], encoder: Encoder
+) -> list[list[FailureRecord]]:
+  vectors = encoder.encode([record.question for record in records], "query")
+  left, groups = list(range(len(records))), []
+  while left:
+    first, *rest = left
+    near = sorted(rest, key=lambda i: (-float(vectors[first] @ vectors[i]), i))
+    taken = [first, *near[: CLUSTER - 1]]
+    groups.append([records[i] for i in taken])
+    left = [i for i in left if i not in taken]
+  return groups
+
+
+def land(
+  bank: skill_bank.SkillBank,
+  queue: Queue,
+  cases: Sequence[Case],
+  written: Sequence[Skill | DistillFailure],
+  *,
+  origin: str,
+  encoder: Encoder,
+  language: Language,
+  iteration: int,
+  threshold: float,
+) -> tuple[skill_bank.SkillBank, Queue, Report]:
+  """Admits what was written, if it gives nothing away and is new.
+
   A record leaves the queue once its call was answered, whatever became of the
   skill; an outage leaves it there. The bank changes at the end, in one pass.
 
   Args:
     bank: the bank, after credit and retirement.
-    queue: what waits.
-    distiller: writes the skills.
+    queue: what waits, those of the cases and perhaps more.
+    cases: of `cases`.
+    written: by a distiller, from each case.
+    origin: of the skills.
     encoder: embeds them.
     language: of the leak guard.
     iteration: counted from 1.
-    every: iterations from one distillation to the next.
-    min_pending: fewer records wait on.
-    max_records: taken at once.
     threshold: of the encoder; see `bank.admit`.
-    admit: False leaves all as it is.
 
   Returns:
     The bank and the queue after, and a report. Its rows are the bank's events;
-    each record taken has one with `question`, `outcome` ("admitted", "rejected"
-    or "failed"), `reason` and the skill's `text`.
+    each case has one with the first record's `question` and `asked_at`,
+    `others` of a cluster, `outcome` ("admitted", "rejected" or "failed"),
+    `reason` and the skill's `text`.
   """
-  chosen: list[FailureRecord] = []
-  if admit and due(iteration, every) and len(queue) >= min_pending:
-    chosen = sorted(queue, key=_best_first)[:max_records]
-  known = {record.skill.id: record.skill for record in bank.records}
   rows, lost = [], set()
-  candidates: list[tuple[FailureRecord, Skill]] = []
-  for record in chosen:
-    shown = [known[id] for id in record.skill_ids if id in known]
-    skill = distiller.distill(record, shown)
+  candidates: list[tuple[Case, Skill]] = []
+  for case, skill in zip(cases, written, strict=True):
     if isinstance(skill, DistillFailure):
-      rows.append(_row(iteration, record, "failed", skill.reason))
+      rows.append(_row(iteration, case, "failed", skill.reason))
       if skill.outage:
-        lost.add(_key(record))
+        lost.update(map(_key, case.records))
       continue
-    # Set here: the rule that a skill is not shown for the question that it was
+    # Set here: the rule that a skill is not shown for a question that it was
     # born from must not hang on what a distiller remembers.
     skill = dataclasses.replace(
       skill,
       id="",
-      origin=distiller.name,
-      source_question=record.question,
-      source_seed=record.seed_id,
+      origin=origin,
+      source_question=skill_bank.joined([r.question for r in case.records]),
+      source_seed=skill_bank.joined([r.seed_id for r in case.records]),
     )
-    leak = leaks.leaks(skill, record, language)
+    found = (leaks.leaks(skill, record, language) for record in case.records)
+    leak = next(filter(None, found), None)
     if leak:
-      rows.append(_row(iteration, record, "rejected", f"leak_{leak}", skill))
+      rows.append(_row(iteration, case, "rejected", f"leak_{leak}", skill))
     else:
-      candidates.append((record, skill))
+      candidates.append((case, skill))
   skills = [skill for _, skill in candidates]
   texts = [skill_bank.embedded_text(skill) for skill in skills]
   vectors = encoder.encode(texts, "passage")
@@ -180,11 +254,11 @@ def distill(
     if event["event"] == "evict":
       rows.append(event)
       continue
-    record, skill = next(left)
+    case, skill = next(left)
     outcome = {"admit": "admitted", "reject": "rejected"}[event["event"]]
-    row = _row(iteration, record, outcome, event.get("reason", ""), skill)
+    row = _row(iteration, case, outcome, event.get("reason", ""), skill)
     rows.append(row | event)
-  used = {_key(record) for record in chosen} - lost
+  used = {_key(record) for case in cases for record in case.records} - lost
   queue = tuple(record for record in queue if _key(record) not in used)
   metrics = _metrics(rows, pending=len(queue), lost=len(lost))
   return bank, queue, Report(metrics, rows)
@@ -197,21 +271,23 @@ def _key(record: FailureRecord) -> tuple[int, str]:
 
 def _row(
   iteration: int,
-  record: FailureRecord,
+  case: Case,
   outcome: str,
   reason: str,
   skill: Skill | None = None,
 ) -> dict:
+  first, *others = case.records
   return dict(
     iteration=iteration,
     event="fail" if outcome == "failed" else "reject",
     skill="",
-    question=record.question_id,
-    asked_at=record.iteration,
+    question=first.question_id,
+    asked_at=first.iteration,
     outcome=outcome,
     reason=reason,
     category=skill.category if skill else "",
     text=skill_bank.rendered(skill) if skill else "",
+    **({"others": [_key(record) for record in others]} if others else {}),
   )
 
 

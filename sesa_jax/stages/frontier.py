@@ -94,6 +94,7 @@ REWARDS = {
 }
 INVALID = ("endpoint", "mask", "zero", "penalty")
 GATES = ("frontier", "any_failure", "off")
+RIGHT = 2  # right attempts that a record holds at most, for contrast
 
 
 def curve(
@@ -221,6 +222,7 @@ def record(
   passage_tokens: int,
   count_tokens: Callable[[str], int],
   language: Language,
+  contrast: bool = False,
 ) -> types.FailureRecord:
   """Writes down a question's most frequent wrong answer, and its passages.
 
@@ -234,6 +236,7 @@ def record(
     passage_tokens: to which the passages are cut, titles included.
     count_tokens: of a text.
     language: normalises predictions.
+    contrast: the first RIGHT right attempts are kept too.
   """
   firsts: dict[str, types.Attempt] = {}
   times: Counter[str] = Counter()
@@ -259,6 +262,14 @@ def record(
     success_rate=found.success,
     skill_ids=worst.skill_ids,
     iteration=iteration,
+    right=tuple(
+      types.RightAttempt(
+        tuple(t.argument for t in a.episode.turns if t.action == "search"),
+        cut(a.episode.passages, passage_tokens, count_tokens),
+      )
+      for a in group
+      if contrast and a.verdict is types.Verdict.RIGHT
+    )[:RIGHT],
   )
 
 
@@ -363,6 +374,7 @@ def shape(
   count_tokens: Callable[[str], int],
   language: Language,
   recorded: Collection[str] = (),
+  contrast: bool = False,
 ) -> Edge:
   """Turns outcomes into lessons for both policies, and records for the bank.
 
@@ -390,6 +402,7 @@ def shape(
     language: see `record`.
     recorded: ids of questions that have a record already; no second one is
       made.
+    contrast: see `record`.
 
   Raises:
     ValueError: an unknown choice.
@@ -438,6 +451,7 @@ def shape(
       passage_tokens=passage_tokens,
       count_tokens=count_tokens,
       language=language,
+      contrast=contrast,
     )
     for o in outcomes
     if o.question.id not in recorded

@@ -7,6 +7,7 @@ retrieved for each question, the same ones for all its attempts.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,6 +128,7 @@ def solve(
   limits: types.Limits,
   arm: str = "solver",
   prefix: str = "",
+  judge: Any = None,
 ) -> tuple[list[types.Attempt], dict[str, float]]:
   """Lets the solver make `attempts` at each question, and judges them.
 
@@ -142,6 +144,8 @@ def solve(
     limits: of an episode.
     arm: for the records.
     prefix: of the requests' ids, and so of the sampling keys.
+    judge: `judge.verdicts.Judge`, which grades complete answers that are no
+      exact match; None leaves them wrong.
 
   Returns:
     attempts in the order of tasks, and the engine's metrics.
@@ -161,15 +165,45 @@ def solve(
   ]
   episodes, metrics = play(weights, requests, "solver", tools, iteration)
   by_id = {prefix + task.id: task for task in tasks}
-  return [
-    _judged(task, episode, tuple(s.id for s in shown.get(task.id, ())), tools)
+  found = [
+    _matched(task, episode, tuple(s.id for s in shown.get(task.id, ())), tools)
     for episode in episodes
     for task in [by_id[episode.request_id]]
-  ], metrics
+  ]
+  return found if judge is None else grade(found, judge), metrics
 
 
-def _judged(question, episode, skill_ids, tools) -> types.Attempt:
-  """Reads the last complete answer of the policy's own tokens."""
+def grade(attempts: Sequence[types.Attempt], judge: Any) -> list[types.Attempt]:
+  """Asks a judge about complete answers that are no exact match.
+
+  The lead alone does: every process is to know the same verdicts, paid once.
+
+  Args:
+    attempts: graded by exact match.
+    judge: `judge.verdicts.Judge`.
+  """
+  left = [
+    i
+    for i, attempt in enumerate(attempts)
+    if attempt.verdict is types.Verdict.WRONG and attempt.prediction is not None
+  ]
+
+  def ask():
+    asked = [attempts[i] for i in left]
+    return judge.judge(
+      [attempt.question.text for attempt in asked],
+      [attempt.question.targets for attempt in asked],
+      [attempt.prediction for attempt in asked],
+    )
+
+  found = list(attempts)
+  for i, verdict in zip(left, distributed.from_lead(ask), strict=True):
+    found[i] = dataclasses.replace(attempts[i], verdict=verdict)
+  return found
+
+
+def _matched(question, episode, skill_ids, tools) -> types.Attempt:
+  """Compares the last complete answer of the policy's own tokens."""
   prediction = episode.last("answer")
   if episode.finish == "lost":
     verdict = types.Verdict.UNKNOWN
@@ -226,3 +260,45 @@ def as_evidence(
     lost = episode.finish == "lost"
     answers.append(None if lost else own if answer is None else answer)
   return answers, episodes, metrics
+
+
+def write(
+  weights: Any,
+  asked: Sequence[prompts.Prompt],
+  tools: types.Tools,
+  *,
+  iteration: int,
+  tokens: int,
+  max_tokens: int,
+) -> list[str | None]:
+  """Lets a policy write a text to each prompt: greedy, one turn, no tools.
+
+  Args:
+    weights: the policy's rollout weights.
+    asked: prompts.
+    tools: of the run.
+    iteration: part of the sampling keys.
+    tokens: sampled ids at most.
+    max_tokens: prompt and text together.
+
+  Returns:
+    The texts, None where the prompt leaves no room or a text has no end.
+  """
+  rendered = [tools.render(prompt) for prompt in asked]
+  requests = [
+    types.Request(
+      id=f"text/{i}",
+      prompt_ids=ids,
+      attempts=1,
+      sampling=types.Sampling(temperature=0.0),
+      limits=types.Limits(tokens, max_tokens, 1),
+      arm="text",
+    )
+    for i, ids in enumerate(rendered)
+    if len(ids) + tokens <= max_tokens
+  ]
+  if not requests:
+    return [None] * len(asked)
+  episodes, _ = play(weights, requests, "text", tools, iteration)
+  found = {e.request_id: e.last("answer") for e in episodes}
+  return [found.get(f"text/{i}") for i in range(len(asked))]
