@@ -11,6 +11,21 @@ import difflib
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+_SSP = {
+  "policy.shared": True,
+  "policy.template": "ssp",
+  "policy.example": False,
+  "frontier.reward": "failure",
+  "frontier.gate": "off",
+  "challenger.baseline": "none",
+  "challenger.invalid": "zero",
+  "challenger.min_searches": 2,
+  # No bank.
+  "bank.prime": "none",
+  "bank.top": 0,
+  "distillation.admit": False,
+  "eval.banks": ("none",),
+}
 PRESETS = {
   "sesa": {},
   # An empty bank at the start, all else on.
@@ -23,6 +38,17 @@ PRESETS = {
   "no_gate": {"frontier.gate": "any_failure"},
   # Skills of the same bank that are far from the question.
   "placebo": {"bank.arm": "placebo"},
+  "shared_weights": {"policy.shared": True},
+  # SSP as its paper has it, and as its code does.
+  "ssp_paper": _SSP
+  | {
+    "learner.order": ("solver", "challenger"),
+    "solver.advantage_std": False,
+    "challenger.loss": "reinforce",
+    "challenger.kl_coefficient": 0.0,
+  },
+  "ssp_code": _SSP
+  | {"learner.old_logprobs": "turn", "challenger.loss_scale": 0.4},
 }
 
 
@@ -34,12 +60,18 @@ def role() -> ConfigDict:
       turns=10,  # action turns an episode, SSP
       turn_tokens=1024,  # sampled tokens a turn, ours
       episode_tokens=12_288,  # prompt + response, SSP
+      path="",  # weights of its own to start from; "": policy.path
       learning_rate=1e-6,  # SSP
       warmup_updates=5,  # SSP
       minibatch_questions=128,  # SSP; at most one update for fewer questions
+      loss="grpo",  # sequence mean of token means, SSP; see docs/configs.md
+      loss_scale=1.0,  # of the loss as a whole
+      advantage_std=True,  # divide advantages by the standard deviation, SESA
       clip_low=0.2,  # SSP
       clip_high=0.285,  # SSP
       kl_coefficient=0.01,  # SSP: k3, in the loss
+      entropy_coefficient=0.0,  # of a bonus, verl's default
+      importance_cap=2.0,  # engine against learner, ours
     )
   )
 
@@ -106,6 +138,7 @@ def get_config() -> ConfigDict:
         source="hf",  # "hf": a folder; "gguf": a file; "random": tiny tests
         path="",  # "assets:NAME/..." is looked up in the assets folder
         template="native",  # the backbone's own; or "search_r1", "ssp"
+        shared=False,  # one policy, two prompts: SSP
         example=False,  # a worked episode in the prompt, for very small models
         compute_dtype="bfloat16",
         remat=True,
@@ -117,12 +150,15 @@ def get_config() -> ConfigDict:
         rollout_tensor=1,  # of a host's devices; the others are data
       ),
       learner=dict(
-        loss="grpo",  # sequence mean of token means
         std_epsilon=1e-6,
-        importance_cap=2.0,  # engine against learner, ours
         adam_b1=0.9,
         adam_b2=0.999,
         adam_eps=1e-8,
+        order=("challenger", "solver"),  # of the updates
+        # Of a shared policy's second role: "start", before the first learns,
+        # or "turn", after that.
+        old_logprobs="start",
+        moments="float32",  # Adam's; or "bfloat16", half the memory
         weight_decay=0.01,  # verl's default
         gradient_clip=1.0,  # verl's default
         microbatch_rows=8,
@@ -242,6 +278,14 @@ def get_config() -> ConfigDict:
         banks=("none", "final"),
         turns=10,  # SSP
         confidence=0.95,
+      ),
+      alarms=dict(  # warned of, one line each; ours
+        entropy_least=0.02,  # nats a sampled token: all samples alike
+        entropy_most=4.0,  # babble
+        malformed=0.5,  # share of episodes with a malformed turn
+        clip_fraction=0.3,  # share of tokens
+        valid_rate=0.05,  # of proposals, for `valid_iterations` on end
+        valid_iterations=10,
       ),
       lost_limit=0.02,  # share of lost episodes or verdicts that stops a run
       checkpoint=dict(keep=2, milestone_every=50),

@@ -59,5 +59,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.eval.every = 0
   config.eval.turns = 2
   config.eval.sets.tiny_eval = common.question_set("tests/world/eval.jsonl", 4)
+  config.alarms.entropy_most = 100.0  # a policy that babbles is meant
+  config.alarms.malformed = 1.0
   config.checkpoint.milestone_every = 2
   return common.finish(config, variant)

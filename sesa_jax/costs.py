@@ -17,7 +17,7 @@ from sesa_jax.policy.backbones import Backbone
 # forward, and backward what the kernel multiplies. XLA keeps the scores; cuDNN
 # and blocks compute them again; splash does so twice, for queries and for keys.
 ATTENTION_BACKWARD = {"xla": 2.0, "cudnn": 2.5, "blocks": 2.5, "splash": 3.5}
-MASTER_BYTES = 4  # float32: weights, gradient and each of Adam's two moments
+MASTER_BYTES = 4  # float32: weights, gradient, Adam's moments if not narrower
 
 
 def layer_parameters(backbone: Backbone) -> int:
@@ -141,10 +141,11 @@ def gradient(
   )
 
 
-def apply_bytes(backbone: Backbone) -> float:
+def apply_bytes(backbone: Backbone, moment_bytes: int = MASTER_BYTES) -> float:
   """Returns what Adam reads and writes: weights and moments, the gradient."""
   # The gradient is read twice: for its norm, and for the step.
-  return (2 * 3 + 2) * MASTER_BYTES * float(parameters(backbone))
+  each = (2 + 2) * MASTER_BYTES + 2 * 2 * moment_bytes
+  return each * float(parameters(backbone))
 
 
 def kv_bytes(backbone: Backbone, itemsize: int = 2) -> int:

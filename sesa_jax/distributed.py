@@ -189,12 +189,48 @@ def gather(rows: Sequence[Any]) -> list[Any]:
 def from_lead(compute: Callable[[], Any]) -> Any:
   """Computes something on the lead alone; every process gets its value.
 
-  A collective: what costs money or comes from outside is asked for once.
+  A collective: for what costs money or comes from outside, which is asked for
+  once, and for a folder that the lead writes. What the lead refuses, all
+  refuse: one that went on would wait for ever.
 
   Args:
     compute: without arguments; its value pickles.
+
+  Raises:
+    ValueError: `compute` raised it.
   """
-  return gather([compute()] if is_lead() else [])[0]
+  found = []
+  if is_lead():
+    try:
+      found = [(compute(), None)]
+    except ValueError as error:
+      found = [(None, error)]
+  value, fault = gather(found)[0]
+  if fault is not None:
+    raise fault
+  return value
+
+
+def place(tree: Any, sharding: NamedSharding) -> Any:
+  """Puts arrays of the host onto the devices of all processes.
+
+  Args:
+    tree: arrays that every process holds, whole and alike.
+    sharding: of each of them. A process reads what its own devices hold.
+  """
+
+  def put(x: Any) -> jax.Array:
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+  return jax.tree.map(put, tree)
+
+
+def whole(array: jax.Array) -> np.ndarray:
+  """Returns an array of all devices on every host: a collective."""
+  if array.is_fully_addressable or array.is_fully_replicated:
+    return np.asarray(array)
+  return multihost_utils.process_allgather(array, tiled=True)
 
 
 def onto_host_mesh(

@@ -9,6 +9,7 @@ is recorded. `run` resumes, loops, evaluates, checkpoints and reports.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -99,26 +100,7 @@ def iteration(
 
   # Stage 3, frontier shaping: rewards, advantages, failures that pass the gate.
   edge = _shape(checked, attempts, tools, config, number)
-  begin("update challenger", len(edge.proposals))
-  challenger, learned_posing = _update(
-    world.challenger,
-    state.challenger,
-    world.reference,
-    edge.proposals,
-    config.challenger.temperature,
-    progress,
-    state.iteration,
-  )
-  begin("update solver", len(edge.attempts))
-  solver, learned_solving = _update(
-    world.solver,
-    state.solver,
-    world.reference,
-    edge.attempts,
-    config.solver.temperature,
-    progress,
-    state.iteration,
-  )
+  policies, learned = _learn(world, state, edge, config, begin, progress)
 
   # Stage 4, failure distillation. The bank changes here and nowhere else.
   begin("distill")
@@ -132,13 +114,13 @@ def iteration(
     config.distillation.keep,
   )
   bank, queue, distilled = _distill(
-    bank, queue, ahead, solver, world, config, number
+    bank, queue, ahead, policies["solver"], world, config, number
   )
   clock.stop()
 
   pool = validity.remember(checked.pool, edge.failures)
   after = state_lib.State(
-    number, challenger, solver, bank, queue, pool, position
+    number, **policies, bank=bank, queue=queue, pool=pool, position=position
   )
   played = [p.episode for p in checked.proposals]
   solved = [a.episode for a in attempts]
@@ -153,8 +135,8 @@ def iteration(
     **records.prefixed("solver/engine", solving),
     "challenger/engine/copy_gap": posing_gap,
     "solver/engine/copy_gap": solving_gap,
-    **records.prefixed("challenger", learned_posing),
-    **records.prefixed("solver", learned_solving),
+    **records.prefixed("challenger", learned["challenger"]),
+    **records.prefixed("solver", learned["solver"]),
     **distilled.metrics,
     "distillation/dropped": dropped,
     "bank/active": len(bank.skills),
@@ -351,6 +333,8 @@ def _shape(checked, attempts, tools, config, number) -> frontier.Edge:
     invalid_penalty=config.challenger.invalid_penalty,
     solver_baseline=config.solver.baseline,
     challenger_baseline=config.challenger.baseline,
+    solver_scaled=config.solver.advantage_std,
+    challenger_scaled=config.challenger.advantage_std,
     std_epsilon=config.learner.std_epsilon,
     passage_tokens=config.distillation.passage_tokens,
     count_tokens=tools.count_tokens,
@@ -452,21 +436,59 @@ def write_skills(
   return distiller_lib.PolicyDistiller(write).distill_all(cases)
 
 
-def _update(learner, policy, reference, lessons, temperature, progress, before):
+def _learn(world, state, edge, config, begin, progress):
+  """Updates both policies in turn; one that is shared learns in each turn.
+
+  Returns:
+    Policies and metrics, by role.
+  """
+  policies = {"challenger": state.challenger, "solver": state.solver}
+  lessons = {"challenger": edge.proposals, "solver": edge.attempts}
+  learners = {"challenger": world.challenger, "solver": world.solver}
+
+  def prepare(role, first=True):
+    return learners[role].prepare(
+      policies[role].params,
+      world.references[role],
+      lessons[role],
+      temperature=config[role].temperature,
+      first=first,
+    )
+
+  prepared, learned = {}, {}
+  for number, role in enumerate(config.learner.order):
+    begin(f"update {role}", len(lessons[role]))
+    if role not in prepared:
+      prepared[role] = prepare(role)
+    if world.shared and number == 0 and config.learner.old_logprobs == "start":
+      # The weights that played are about to move.
+      prepared[config.learner.order[1]] = prepare(
+        config.learner.order[1], first=False
+      )
+    policies[role], learned[role] = _update(
+      learners[role], policies[role], prepared.pop(role), progress, state
+    )
+    if world.shared:
+      policies = dict.fromkeys(policies, policies[role])
+  return policies, learned
+
+
+def _update(learner, policy, prepared, progress, state):
   """Updates one policy; a loss that stays not a number stops the run."""
   try:
-    return learner.update(
+    return learner.learn(
       policy,
-      reference,
-      lessons,
-      temperature=temperature,
+      prepared,
       on_batch=lambda rows, tokens: progress.advance(rows, tokens, passes=0),
     )
   except learner_lib.NonFiniteUpdate as error:
-    raise types.Stopped(
-      f"{error} The last good checkpoint is the one of iteration {before}, in "
+    last = (
+      f"The last good checkpoint is the one of iteration {state.iteration}, in "
       "the run's folder; the same command goes on from it."
-    ) from error
+      if state.iteration
+      else "There is no checkpoint yet; the same command begins anew."
+    )
+    raise types.Stopped(f"{error} {last}") from error
 
 
 def _stop_if_broken(checked, attempts, controls, config, first: bool) -> None:
@@ -556,39 +578,48 @@ def run(
   tools_lib.check(config)
   tools_lib.check_judge(config)
   values = metrics.plain(config.to_dict())
-  changed = manifest.check_workdir(workdir, values, force_new=force_new)
   reader = metrics.RunFolder(workdir, writes=False)  # makes no folder
-  before = reader.read_json("manifest.json", {})
-  ancestor = before.get("parent")
-  parent = (
-    state_lib.parent_of(start_from, reader.path, ancestor)
-    if start_from
-    else None
-  )
+
+  def look():  # before the lead changes anything
+    changed = manifest.check_workdir(workdir, values, force_new=force_new)
+    before = reader.read_json("manifest.json", {})
+    if not start_from:
+      return changed, before, None
+    parent = before.get("parent")
+    return (
+      changed,
+      before,
+      state_lib.parent_of(start_from, reader.path, parent),
+    )
+
+  changed, before, parent = distributed.from_lead(look)
+  lead = distributed.is_lead()
   texts = tools_lib.read(config)
-  console = rich.console.Console(stderr=True)
+  console = rich.console.Console(stderr=True, quiet=not lead)
   console.print(report.plan(config, texts.sets))
   world = tools_lib.assemble(config, texts, workdir)
-  folder = metrics.RunFolder(workdir, writes=distributed.is_lead())
-  with folder.lock():
-    cells = _go(config, world, folder, parent, changed, command, start_from)
-  if distributed.is_lead():
+  folder = metrics.RunFolder(workdir, writes=lead)
+  with contextlib.ExitStack() as stack:
+    distributed.from_lead(lambda: stack.enter_context(folder.lock()))
+    cells = _go(
+      config, world, folder, parent, changed, before, command, start_from
+    )
+  if lead:
     _plot(folder)
-  report.print_report(config, folder, cells)
+    report.print_report(config, folder, cells)
 
 
 def _go(
-  config, world, folder, parent, changed, command, start_from
+  config, world, folder, parent, changed, before, command, start_from
 ) -> list[dict[str, Any]]:
   """Begins or resumes, and runs to the end; returns all evaluation cells."""
   values = metrics.plain(config.to_dict())
-  before = folder.read_json("manifest.json", {})
   store = checkpoint.Checkpoints(
     folder.path / "checkpoints", **config.checkpoint
   )
   _warn_of_changes(before.get("hashes", {}), world.hashes)
   state = state_lib.begin(config, world, folder, store, parent)
-  if manifest.strict(changed):
+  if manifest.strict(changed) and distributed.is_lead():
     manifest.keep_config(folder.path)
   folder.write_json("config.json", values)
   folder.write_json(
@@ -602,7 +633,9 @@ def _go(
       before=before,
     ),
   )
-  cells = _cells(folder, state.iteration, changed)
+  cells = distributed.from_lead(
+    lambda: _cells(folder, state.iteration, changed)
+  )
   folder.write_json("eval.json", cells)
   left = _passes_left(config, world.texts, state.iteration, cells)
   with metrics.Progress(left) as progress:
@@ -614,7 +647,10 @@ def _go(
       if state.iteration >= config.iterations:
         break
       state, record = iteration(state, world, config, progress)
+      state_lib.check_alike(state)
       records.write(folder, state.iteration, state.bank, record)
+      if distributed.is_lead():
+        _warn_of_a_collapse(folder.read("metrics.jsonl"), config)
       state_lib.save(
         store, folder, state, last=state.iteration == config.iterations
       )
@@ -637,6 +673,11 @@ def _plot(folder: metrics.RunFolder) -> None:
     life.plot_run(folder.path)
   except ValueError as error:  # begun by an older version
     logging.warning("The skills are not plotted: %s", error)
+
+
+def _warn_of_a_collapse(rows: Sequence[Mapping[str, Any]], config) -> None:
+  for said in records.alarms(rows, **config.alarms):
+    logging.warning("Iteration %d: %s", rows[-1]["iteration"], said)
 
 
 def _warn_of_changes(old: Mapping[str, str], new: Mapping[str, str]) -> None:
@@ -713,7 +754,9 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
   distributed.initialize()
   tools_lib.check(config)
   values = metrics.plain(config.to_dict())
-  manifest.check_workdir(workdir, values, free=("eval.",))
+  distributed.from_lead(
+    lambda: manifest.check_workdir(workdir, values, free=("eval.",))
+  )
   if not config.eval.sets:
     raise ValueError("eval.sets is empty: there is nothing to evaluate on.")
   store = checkpoint.Checkpoints(Path(workdir) / "checkpoints", read_only=True)
@@ -729,6 +772,8 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
     report.evaluation_budget(config, texts.sets)
   ) as progress:
     cells = _evaluate(config, _with_progress(world, progress), state, progress)
+  if not distributed.is_lead():
+    return
   name = f"eval_{state.iteration:05d}.json"
   scores = {"eval": values["eval"], "cells": cells}
   metrics.RunFolder(workdir).write_json(name, scores)

@@ -412,7 +412,7 @@ def _writer(config, judge):
   nothing = tools_lib.Texts((), None, (), (), {})
   world = tools_lib.assemble(config, nothing)
   return lambda cases: loop.write_skills(
-    cases, world.reference, world, config, 0
+    cases, world.references["solver"], world, config, 0
   )
 
 

@@ -160,6 +160,86 @@ def question_rows(checked, edge) -> list[dict[str, Any]]:
   ]
 
 
+def alarms(
+  rows: Sequence[Mapping[str, Any]],
+  *,
+  entropy_least: float,
+  entropy_most: float,
+  malformed: float,
+  clip_fraction: float,
+  valid_rate: float,
+  valid_iterations: int,
+) -> list[str]:
+  """Says what looks like a collapse, and what to do: a line for each.
+
+  Args:
+    rows: metrics of the iterations so far; the last is judged.
+    entropy_least: nats a token, below which a policy samples one thing.
+    entropy_most: above which it babbles.
+    malformed: greatest share of episodes with a malformed turn.
+    clip_fraction: greatest share of tokens whose gradient was clipped away.
+    valid_rate: share of valid proposals, below which no more than
+      `valid_iterations` - 1 iterations may be on end.
+    valid_iterations: see `valid_rate`.
+  """
+  found = []
+
+  def judge(name, least, most, advice, span=1):
+    values = [row[name] for row in rows[-span:] if name in row]
+    if len(values) < span:
+      return
+    for limit, beyond, side in (
+      (least, max(values) < least, "below"),
+      (most, min(values) > most, "above"),
+    ):
+      if beyond:
+        said = f"{name} = {values[-1]:.3g}, {side} {limit:g}"
+        said += f" for {span} iterations" if span > 1 else ""
+        found.append(f"{said}: {advice.get(side)}")
+
+  for role in ("challenger", "solver"):
+    judge(
+      f"{role}/entropy/mean",
+      entropy_least,
+      entropy_most,
+      {
+        "below": f"it samples the same again and again. Raise {role}."
+        f"entropy_coefficient or {role}.temperature.",
+        "above": f"it babbles. Lower {role}.learning_rate or raise {role}."
+        "kl_coefficient, and go on from an earlier checkpoint.",
+      },
+    )
+    judge(
+      f"{role}/rollout/malformed",
+      0.0,
+      malformed,
+      {
+        "above": "look at episodes with --mode=show. The template may not fit; "
+        f"if the policy lost the format, raise {role}.kl_coefficient."
+      },
+    )
+    judge(
+      f"{role}/clip_fraction",
+      0.0,
+      clip_fraction,
+      {
+        "above": f"its updates go too far. Lower {role}.learning_rate or raise "
+        f"{role}.minibatch_questions."
+      },
+    )
+  judge(
+    "challenger/valid_rate",
+    valid_rate,
+    1.0,
+    {
+      "below": "challenger/state/... in metrics.jsonl says which rule they "
+      "break. Meanwhile the solver learns from the pool alone."
+    },
+    valid_iterations,
+  )
+  return found
+
+
 class Clock:
   """Seconds of each stage."""
 

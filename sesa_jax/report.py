@@ -25,7 +25,7 @@ def budget(config: Any) -> dict[str, int]:
   learned = 3 + config.policy.remat
 
   def update(role, rows):
-    several = role.minibatch_questions < posed
+    several = role.minibatch_questions < posed or config.policy.shared
     passes = learned + several + (role.kl_coefficient != 0)
     return rows * role.episode_tokens * passes
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from sesa_jax import types
+from sesa_jax import distributed, types
 
 # Mean |engine - learner| in nats that numerics explain. Other weights are off
 # by a nat or so; two kernels in bfloat16 by a few hundredths.
@@ -37,7 +37,7 @@ def weights(engine: Any, learner: Any, params: Any) -> tuple[Any, float]:
     types.Stopped: they differ by more than numerics explain.
   """
   copy = engine.load(params)
-  episodes = engine.probe(copy)
+  episodes = distributed.gather(engine.probe(copy))  # of every host's copy
   gap, _ = gaps(episodes, learner.score(params, episodes, temperature=1.0))
   limit = GAP_LIMITS[jnp.dtype(learner.compute_dtype).name]
   if not gap <= limit:  # NaN is no small gap

@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import logging
 
-from sesa_jax import checkpoint, manifest, metrics, types
+from sesa_jax import checkpoint, distributed, manifest, metrics, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.language import question_key
 from sesa_jax.learner import grpo
@@ -18,13 +18,15 @@ from sesa_jax.policy import model, tokenizer, weights
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation, priming, validity
 
+SHARED = "shared"  # in a checkpoint: the policy of both roles
+
 
 @dataclasses.dataclass(frozen=True)
 class State:
   """All that changes from one iteration to the next, and nothing else."""
 
   iteration: int  # iterations finished
-  challenger: types.Policy
+  challenger: types.Policy  # where weights are shared, the solver itself
   solver: types.Policy
   bank: skill_bank.SkillBank
   queue: tuple[types.FailureRecord, ...]
@@ -54,7 +56,8 @@ def begin(config, world, folder, store, parent) -> State:
   else:
     state, events = start(config, world)
   check_contamination(state, world.texts.sets)
-  done = len(folder.read("metrics.jsonl"))
+  # Only the lead's folder counts, and only before the lead changes it.
+  done = distributed.from_lead(lambda: len(folder.read("metrics.jsonl")))
   if newest is None and done > 1:  # one may have been cut off at its save
     raise ValueError(
       f"{folder.path} holds {done} iterations, but no checkpoint to go on from."
@@ -65,7 +68,7 @@ def begin(config, world, folder, store, parent) -> State:
       f"iterations = {config.iterations}, but {state.iteration} are finished. "
       "Name as many, or more to go on."
     )
-  folder.truncate(files)
+  distributed.from_lead(lambda: folder.truncate(files))
   folder.append("skills_history.jsonl", events)
   folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
   return state
@@ -92,18 +95,51 @@ def check_contamination(state: State, sets: Mapping[str, Sequence]) -> None:
 
 
 def start(config, world) -> tuple[State, skill_bank.Events]:
-  """Stage 1, memory priming, and two policies from the same weights."""
+  """Stage 1, memory priming, and the policies from their first weights."""
   empty = skill_bank.create(config.bank.capacity, world.tools.encoder.dim)
+  solver = world.solver.init(world.references["solver"])
+  challenger = solver
+  if not world.shared:
+    challenger = world.challenger.init(world.references["challenger"])
   bank, events = priming.prime(empty, config.bank.prime, world.tools.encoder)
   return State(
     iteration=0,
-    challenger=world.challenger.init(world.reference),
-    solver=world.solver.init(world.reference),
+    challenger=challenger,
+    solver=solver,
     bank=bank,
     queue=(),
     pool=validity.Pool(fixed=world.texts.fixed),
     position=0,
   ), events
+
+
+def check_alike(state: State) -> None:
+  """Stops where processes hold different banks, queues, pools or seeds.
+
+  Each computes them from the same episodes. One that came to another result
+  would show other skills, and in the end wait for the others for ever.
+
+  Raises:
+    types.Stopped: they differ.
+  """
+  if distributed.count() == 1:
+    return
+  arrays, records = skill_bank.to_tree(state.bank)
+  parts = {
+    "bank": [records, {n: a.tobytes().hex() for n, a in arrays.items()}],
+    "queue": [metrics.plain(record) for record in state.queue],
+    "pool": state.pool.to_json(),
+    "position": state.position,
+  }
+  own = {name: manifest.sha256(part) for name, part in parts.items()}
+  every = distributed.gather([own])
+  differs = [n for n in own if len({found[n] for found in every}) > 1]
+  if differs:
+    raise types.Stopped(
+      f"After iteration {state.iteration} processes differ in their "
+      f"{' and '.join(differs)}: hosts of one kind, with the same assets and "
+      "packages, do not. The same command goes on from the last checkpoint."
+    )
 
 
 def restore(
@@ -120,18 +156,24 @@ def restore(
   Raises:
     ValueError: there is no such step, or it is of another model.
   """
-  abstract = {
-    "challenger": world.challenger.abstract(),
-    "solver": world.solver.abstract(),
-  }
+  abstract = (
+    {SHARED: world.solver.abstract()}
+    if world.shared
+    else {
+      "challenger": world.challenger.abstract(),
+      "solver": world.solver.abstract(),
+    }
+  )
   try:
     trees, host, arrays, files = store.restore(step, abstract)
   except (KeyError, OSError, ValueError) as error:
     raise _unreadable(store, step, error) from error
+  policies = {name: types.Policy(*tree) for name, tree in trees.items()}
+  shared = policies.get(SHARED)
   return State(
     iteration=host["iteration"],
-    challenger=types.Policy(*trees["challenger"]),
-    solver=types.Policy(*trees["solver"]),
+    challenger=shared or policies["challenger"],
+    solver=shared or policies["solver"],
     bank=skill_bank.from_tree(
       arrays["bank"], host["bank"] | {"capacity": capacity}
     ),
@@ -171,9 +213,12 @@ def save(
 
 
 def _save(store, folder, state, arrays, records, last) -> None:
+  policies = {"challenger": state.challenger, "solver": state.solver}
+  if state.challenger is state.solver:
+    policies = {SHARED: state.solver}
   store.save(
     state.iteration,
-    trees={"challenger": state.challenger, "solver": state.solver},
+    trees=policies,
     host=dict(
       iteration=state.iteration,
       bank=records,
@@ -182,11 +227,8 @@ def _save(store, folder, state, arrays, records, last) -> None:
       position=state.position,
     ),
     arrays={"bank": arrays},
-    files=folder.lengths(),
-    milestone={
-      "challenger": state.challenger.params,
-      "solver": state.solver.params,
-    },
+    files=distributed.from_lead(folder.lengths),
+    milestone={name: policy.params for name, policy in policies.items()},
     last=last,
   )
 
@@ -230,7 +272,7 @@ def export(
 
   Args:
     workdir: the run's folder; its `config.json` says what the policy began as.
-    policy: "challenger" or "solver".
+    policy: "challenger" or "solver", which may be one.
     out: the folder to make.
     dtype: "float32" or "bfloat16".
     config: the run's config, if it should be checked.
@@ -263,7 +305,8 @@ def export(
   backbone = weights.check(source, tools_lib.locate(path))
   tree = {"params": model.abstract_params(backbone)}
   try:
-    read = store.reader(newest, policy, tree)
+    saved = SHARED if run["policy"].get("shared") else policy
+    read = store.reader(newest, saved, tree)
   except (KeyError, OSError, ValueError) as error:
     raise _unreadable(store, newest, error) from error
   export_lib.save(

@@ -39,6 +39,7 @@ from sesa_jax.stages import distillation, frontier, priming, validity
 
 ASSETS = "assets:"  # marks a path inside the assets folder
 ENCODER_HASH, HASH_DIM = "hash", 64
+ROLES = ("challenger", "solver")
 _SEARCH_THREADS = 8
 
 # What this version has; a config that asks for more is refused at the start.
@@ -50,6 +51,7 @@ BANKS = ("none", "final", "placebo", "scrambled")
 ARMS = ("skills", "placebo", "scrambled")
 DTYPES = ("float32", "bfloat16")
 ATTENTIONS = ("auto", *attention.KINDS)
+OLD_LOGPROBS = ("start", "turn")
 CACHES = ("paged", "contiguous")
 
 
@@ -168,7 +170,6 @@ def check(config: Any) -> None:
       "bank.control_attempts to at least 1."
     )
   index.check(config.bank.index)
-  one_of("learner.loss", config.learner.loss, grpo.LOSSES)
   for mode in config.eval.banks:
     one_of("eval.banks", mode, BANKS)
   if len(set(config.eval.banks)) != len(config.eval.banks) or (
@@ -187,17 +188,32 @@ def check(config: Any) -> None:
     low=config.frontier.low,
     high=config.frontier.high,
   )
-  for name in ("challenger", "solver"):
+  for name in ROLES:
     role = config[name]
+    one_of(f"{name}.loss", role.loss, grpo.LOSSES)
     grpo.check_baseline(f"{name}.baseline", role.baseline, role.group_size)
   one_of("policy.compute_dtype", config.policy.compute_dtype, DTYPES)
+  one_of("learner.moments", config.learner.moments, DTYPES)
+  one_of("learner.old_logprobs", config.learner.old_logprobs, OLD_LOGPROBS)
+  if sorted(config.learner.order) != sorted(ROLES):
+    raise ValueError(
+      f"learner.order = {tuple(config.learner.order)!r}: it must name each of "
+      f"{', '.join(ROLES)} once."
+    )
   one_of("policy.attention", config.policy.attention, ATTENTIONS)
   one_of("engine.cache", config.engine.cache, CACHES)
   _check_ranges(config)
   fsdp, tensor = mesh_sizes(config)
   mesh = sharding.mesh(fsdp, tensor)
+  if distributed.count() > 1 and mesh.size < len(jax.devices()):
+    raise ValueError(
+      f"mesh.fsdp = {fsdp} x mesh.tensor = {tensor} leaves some of the "
+      f"{len(jax.devices())} devices of {distributed.count()} processes idle, "
+      "and every process has to play. Set mesh.fsdp = 0, which takes all."
+    )
   packing.check_rows(config.learner.microbatch_rows, fsdp)
   backbone = weights.check(config.policy.source, locate(config.policy.path))
+  _check_starts(config, backbone)
   sharding.check(backbone, fsdp=fsdp, tensor=tensor)
   _check_engine(config, backbone, rollout_mesh(config, mesh))
   if slot_tokens(config) > backbone.context:
@@ -210,11 +226,6 @@ def check(config: Any) -> None:
     raise ValueError(
       f"bank.prime = {config.bank.prime!r} holds more skills than "
       f"bank.capacity = {config.bank.capacity}."
-    )
-  if distributed.count() > 1:
-    raise ValueError(
-      f"{distributed.count()} processes: this version trains on one. Start it "
-      "on one host."
     )
 
 
@@ -312,6 +323,33 @@ def rollout_mesh(config: Any, mesh: Mesh) -> Mesh:
   return sharding.rollout_mesh(config.mesh.rollout_tensor, own)
 
 
+def starts(config: Any) -> dict[str, str]:
+  """Returns the path of the weights that each role starts from."""
+  return {role: config[role].path or config.policy.path for role in ROLES}
+
+
+def _check_starts(config: Any, backbone: Any) -> None:
+  """Refuses weights that roles cannot start from."""
+  for role in ROLES:
+    path = config[role].path
+    if not path:
+      continue
+    if config.policy.shared:
+      raise ValueError(
+        f"{role}.path = {path!r}, but policy.shared: one policy starts from "
+        'policy.path. Set the former to "", or the latter to False.'
+      )
+    if config.policy.source == "random":
+      raise ValueError(
+        f"{role}.path = {path!r}, but policy.source = 'random' reads none."
+      )
+    if weights.check(config.policy.source, locate(path)) != backbone:
+      raise ValueError(
+        f"{role}.path = {path!r} holds another architecture than policy.path "
+        f"= {config.policy.path!r}; both play with one engine and tokenizer."
+      )
+
+
 def _check_engine(config: Any, backbone: Any, mesh: Mesh) -> None:
   """Refuses what the engine could not be built with."""
   sharding.check(backbone, fsdp=1, tensor=mesh.shape["tensor"])
@@ -342,9 +380,12 @@ _ROLE = {
   "learning_rate": (0, 1),
   "warmup_updates": (0, None),
   "minibatch_questions": (1, None),
+  "loss_scale": (1e-9, None),
   "clip_low": (0, 1),
   "clip_high": (0, None),
   "kl_coefficient": (0, None),
+  "entropy_coefficient": (0, None),
+  "importance_cap": (1e-6, None),
   "group_size": (1, None),
 }
 _RANGES = {
@@ -352,15 +393,13 @@ _RANGES = {
   "iterations": (1, None),
   "questions": (1, None),
   "lost_limit": (0, 1),
-  **{f"challenger.{name}": bounds for name, bounds in _ROLE.items()},
-  **{f"solver.{name}": bounds for name, bounds in _ROLE.items()},
+  **{f"{role}.{name}": _ROLE[name] for role in ROLES for name in _ROLE},
   "challenger.invalid_penalty": (0, None),
   "challenger.min_searches": (0, None),
   "mesh.fsdp": (0, None),
   "mesh.tensor": (1, None),
   "mesh.rollout_tensor": (1, None),
   "learner.std_epsilon": (0, None),
-  "learner.importance_cap": (1e-6, None),
   "learner.adam_b1": (0, 1 - 1e-9),
   "learner.adam_b2": (0, 1 - 1e-9),
   "learner.adam_eps": (1e-30, None),
@@ -422,6 +461,12 @@ _RANGES = {
   "eval.every": (0, None),
   "eval.turns": (1, None),
   "eval.confidence": (0.01, 0.9999),
+  "alarms.entropy_least": (0, None),
+  "alarms.entropy_most": (0, None),
+  "alarms.malformed": (0, 1),
+  "alarms.clip_fraction": (0, 1),
+  "alarms.valid_rate": (0, 1),
+  "alarms.valid_iterations": (1, None),
   "checkpoint.keep": (1, None),
   "checkpoint.milestone_every": (0, None),
 }
@@ -531,7 +576,8 @@ class World:
   tools: types.Tools
   challenger: learner_lib.Learner
   solver: learner_lib.Learner
-  reference: Any  # the weights that both policies start from
+  references: Mapping[str, Any]  # by role: the weights that it starts from
+  shared: bool  # one policy plays both roles
   hashes: Mapping[str, str]  # for the manifest
 
 
@@ -555,9 +601,17 @@ def assemble(
   words = tokenizer.load(config.policy.source, path)
   prompts.check(words, config.policy.template, config.policy.example)
   mesh = sharding.mesh(*mesh_sizes(config))
-  backbone, params = weights.load(
-    config.policy.source, path, jax.random.key(config.seed), mesh=mesh
-  )
+  paths = starts(config)
+  loaded = {
+    start: weights.load(
+      config.policy.source,
+      locate(start),
+      jax.random.key(config.seed),
+      mesh=mesh,
+    )
+    for start in sorted(set(paths.values()))
+  }
+  backbone, _ = loaded[paths["solver"]]
   graphdef = model.build(backbone)
   executor = ThreadPoolExecutor(_SEARCH_THREADS, "search")
 
@@ -606,10 +660,12 @@ def assemble(
       tools, judge=model_judge, distiller=distiller(config, model_judge)
     )
   challenger, solver = (
-    learner(config, config[name], graphdef, mesh)
-    for name in ("challenger", "solver")
+    learner(config, config[name], graphdef, mesh) for name in ROLES
   )
-  reference = jax.device_put(params, solver.programs.reference)
+  frozen = {
+    start: jax.device_put(params, solver.programs.reference)
+    for start, (_, params) in loaded.items()
+  }
   text = corpus.digest(texts.passages)
   hashes = {
     **prompts.digest(words, config.policy.template),
@@ -617,11 +673,19 @@ def assemble(
     "corpus": text,
     "index": _digest_of([text, config.search.to_dict()]),
     "weights": _digest(path),
+    **{
+      f"weights/{role}": _digest(locate(config[role].path))
+      for role in ROLES
+      if config[role].path
+    },
     "encoder": _digest(locate(config.encoder.path)),
     "questions": _digest_of([texts.seeds, texts.fixed, dict(texts.sets)]),
     "judge": _digest_of([verdicts.digest(), distiller_lib.digest()]),
   }
-  return World(texts, tools, challenger, solver, reference, hashes)
+  references = {role: frozen[paths[role]] for role in ROLES}
+  return World(
+    texts, tools, challenger, solver, references, config.policy.shared, hashes
+  )
 
 
 def load_encoder(spec: Any) -> types.Encoder:
@@ -637,6 +701,23 @@ def load_encoder(spec: Any) -> types.Encoder:
     query_prefix=spec.query_prefix,
     passage_prefix=spec.passage_prefix,
   )
+
+
+# Of `config.learner`, what is no argument of `Learner`.
+_OF_THE_LOOP = ("std_epsilon", "order", "old_logprobs")
+# Fields of a role that its learner takes as they are.
+_LEARNED = (
+  "learning_rate",
+  "warmup_updates",
+  "minibatch_questions",
+  "loss",
+  "loss_scale",
+  "clip_low",
+  "clip_high",
+  "kl_coefficient",
+  "entropy_coefficient",
+  "importance_cap",
+)
 
 
 def learner(
@@ -655,19 +736,16 @@ def learner(
     graphdef.backbone.head_dim,
     config.policy.compute_dtype,
   )
+  corrected = role.turns + config.environment.max_malformed
   return learner_lib.Learner(
     graphdef,
     mesh,
-    learning_rate=role.learning_rate,
-    warmup_updates=role.warmup_updates,
-    minibatch_questions=role.minibatch_questions,
-    clip_low=role.clip_low,
-    clip_high=role.clip_high,
-    kl_coefficient=role.kl_coefficient,
+    **{name: role[name] for name in _LEARNED},
+    most_tokens=min(role.episode_tokens, corrected * role.turn_tokens),
     compute_dtype=config.policy.compute_dtype,
     attention=kind,
     remat=config.policy.remat,
-    **{k: v for k, v in config.learner.items() if k != "std_epsilon"},
+    **{k: v for k, v in config.learner.items() if k not in _OF_THE_LOOP},
   )
 
 

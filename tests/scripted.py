@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sesa_jax import types
+from sesa_jax import distributed, types
 from sesa_jax.engine import engine as engine_lib
-from sesa_jax.policy import model
+from sesa_jax.policy import model, sharding
 
 # (request, attempt, turn) -> what the policy writes in that turn
 Script = Callable[[types.Request, int, int], str]
@@ -36,7 +36,14 @@ class ScriptedEngine:
     self._score = jax.jit(self._logprobs)
 
   def load(self, params):
-    return params
+    if len(jax.tree.leaves(params)[0].devices()) == 1:
+      return params
+    # A copy on each of the host's devices, of which one plays.
+    mesh = sharding.rollout_mesh(1)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    places = jax.tree.map(lambda _: everywhere, params)
+    copies = distributed.onto_host_mesh(lambda tree: tree, places)(params)
+    return jax.tree.map(lambda x: x.addressable_shards[0].data, copies)
 
   def probe(self, weights):
     return ()  # a script has no copy that could be wrong

@@ -163,6 +163,7 @@ def test_bytes_by_hand():
   moved = costs.decode_bytes(eight, 128, 128 * 2048)
   assert moved == weights + 144 * 1024 * 128 * 2049
   assert costs.apply_bytes(eight) == 8 * 4 * 8_190_735_360
+  assert costs.apply_bytes(eight, 2) == (4 * 4 + 4 * 2) * 8_190_735_360
 
 
 def test_a_roofline_is_the_slower_of_both():

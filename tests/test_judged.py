@@ -468,7 +468,7 @@ def test_the_real_engine_writes_a_text():
   """Without a stop string: a turn that ends itself, or none."""
   config = tiny_config()
   world = tools_lib.assemble(config, tools_lib.read(config))
-  weights = world.tools.engine.load(world.reference)
+  weights = world.tools.engine.load(world.references["solver"])
   prompt = loop.prompts.Prompt("distiller", "Write.", "Anything.")
   long = prompt._replace(ask="word " * 800)
   asked = dict(tools=world.tools, iteration=1, max_tokens=768)

@@ -35,6 +35,7 @@ SCRIPTED = {
   "solver.temperature": 0.8,
   "challenger.learning_rate": 2e-3,
   "challenger.episode_tokens": 752,
+  "challenger.advantage_std": False,
 }
 
 
@@ -154,6 +155,20 @@ def test_rewards_and_advantages_of_solver_groups(scripted):
       (rewards - rewards.mean()) / (spread + 1e-6) if spread else 0 * rewards
     )
     np.testing.assert_allclose([r["advantage"] for r in group], want, atol=1e-5)
+
+
+def test_challengers_advantages_are_over_its_batch_and_not_scaled(scripted):
+  """r - mean over an iteration's proposals, where they differ."""
+  seen = False
+  for iteration in (1, 2, 3):
+    rows = rows_of(scripted, iteration)
+    rows = [row for row in rows if row["arm"] == "challenger"]
+    rewards = np.array([row["reward"] for row in rows])
+    seen |= bool(rewards.std() > 0.1)
+    np.testing.assert_allclose(
+      [row["advantage"] for row in rows], rewards - rewards.mean(), atol=1e-6
+    )
+  assert seen
 
 
 def test_challenger_is_paid_the_bell(scripted):
@@ -348,8 +363,8 @@ def test_the_bank_reaches_the_solver_and_never_the_challenger(tmp_path):
     fresh = dataclasses.replace(
       state,
       bank=each,
-      challenger=world.challenger.init(world.reference),
-      solver=world.solver.init(world.reference),
+      challenger=world.challenger.init(world.references["challenger"]),
+      solver=world.solver.init(world.references["solver"]),
     )
     with silent() as progress:
       records.append(loop.iteration(fresh, world, config, progress)[1])
@@ -593,7 +608,9 @@ def test_settings_reach_the_engine():
       assert (engine._seed, engine._deterministic) == (seed, deterministic)
   zero = tools.assemble(tiny_config(), tools.read(tiny_config()))
   differs = jax.tree.map(
-    lambda a, b: bool((a != b).any()), zero.reference, world.reference
+    lambda a, b: bool((a != b).any()),
+    zero.references["solver"],
+    world.references["solver"],
   )
   assert any(jax.tree.leaves(differs))
 
@@ -683,6 +700,65 @@ def test_a_parser_that_misses_every_call_stops_the_first_iteration():
   later = dataclasses.replace(state, iteration=1)
   with silent() as progress:
     loop.iteration(later, world, config, progress)
+
+
+def test_updates_that_are_no_numbers_stop_at_a_checkpoint_that_is(
+  tmp_path, monkeypatch
+):
+  """One update an iteration: those of 2 and 3 are skipped, that of 4 stops."""
+  config = tiny_config(
+    **SCRIPTED, iterations=5, **{"eval.sets": {}, "checkpoint.keep": 9}
+  )
+  shape = loop._shape
+
+  def broken(checked, attempts, tools, config, number):
+    edge = shape(checked, attempts, tools, config, number)
+    if number == 1:
+      return edge
+    lessons = [dataclasses.replace(a, advantage=np.nan) for a in edge.attempts]
+    return dataclasses.replace(edge, attempts=tuple(lessons))
+
+  monkeypatch.setattr(loop, "_shape", broken)
+  with (
+    driver.playing_the_script(),
+    pytest.raises(types.Stopped) as stopped,
+  ):
+    loop.run(config, str(tmp_path / "run"))
+  said = str(stopped.value)
+  assert said.startswith("3 updates in a row had a non-finite loss")
+  assert "last good checkpoint is the one of iteration 3" in said
+  rows = metrics.RunFolder(tmp_path / "run").read("metrics.jsonl")
+  assert [row["solver/skipped"] for row in rows] == [0, 1, 1]
+  world = tools.assemble(config, tools.read(config))
+  store = loop.checkpoint.Checkpoints(
+    tmp_path / "run" / "checkpoints", read_only=True
+  )
+  assert store.latest() == 3
+  first, last = (
+    state_lib.restore(world, store, step, 800)[0].solver for step in (1, 3)
+  )
+  store.close()
+  jax.tree.map(np.testing.assert_array_equal, first.params, last.params)
+  assert int(last.opt_state.skipped) == 2
+
+
+def test_a_collapse_is_warned_of(tmp_path, caplog):
+  config = tiny_config(
+    **SCRIPTED,
+    iterations=2,
+    **{"eval.sets": {}, "alarms.entropy_most": 0.5, "alarms.valid_rate": 1.0}
+    | {"alarms.valid_iterations": 2},
+  )
+  with driver.playing_the_script(), caplog.at_level("WARNING"):
+    loop.run(config, str(tmp_path / "run"))
+  warned = [m for m in caplog.messages if m.startswith("Iteration ")]
+  assert [m.split(" = ")[0] for m in warned] == [
+    "Iteration 1: challenger/entropy/mean",
+    "Iteration 1: solver/entropy/mean",
+    "Iteration 2: challenger/entropy/mean",
+    "Iteration 2: solver/entropy/mean",
+    "Iteration 2: challenger/valid_rate",
+  ]
 
 
 def test_searches_that_are_never_executed_stop_the_first_iteration():
@@ -1055,6 +1131,11 @@ def test_evaluation_turns_are_those_of_eval(scripted):
   world.tools.engine._script = searching
   state, _ = state_lib.start(config, world)
   cells = loop.evaluation.evaluate(
-    world.reference, state.bank, texts.sets, world.tools, config, iteration=0
+    world.references["solver"],
+    state.bank,
+    texts.sets,
+    world.tools,
+    config,
+    iteration=0,
   )
   assert {cell["searches"] for cell in cells} == {3.0}  # the last is not made

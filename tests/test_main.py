@@ -147,7 +147,10 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"challenger__invalid": "x"}, "Choices: endpoint, mask, zero, penalty"),
     ({"challenger__baseline": "group"}, "baseline"),
     ({"solver__baseline": "x"}, "Choices: group, batch, hop, none"),
-    ({"learner__loss": "ppo"}, "Choices: grpo"),
+    ({"challenger__loss": "ppo"}, "challenger.loss 'ppo'. Choices: grpo"),
+    ({"learner__moments": "int8"}, "Choices: float32, bfloat16"),
+    ({"solver__loss_scale": 0.0}, "solver.loss_scale = 0.0"),
+    ({"alarms__malformed": 1.5}, "alarms.malformed = 1.5"),
     (
       {"bank__prime": "seeds16"},
       "Choices: none, seeds15, authored157, mined:PATH",

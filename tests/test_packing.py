@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sesa_jax import types
+from sesa_jax import distributed, types
 from sesa_jax.learner import grpo, packing
 from sesa_jax.learner import learner as learning
 from sesa_jax.policy import backbones, model, sharding
@@ -252,17 +252,21 @@ def slope(
     remat=False,
   )
   run = taken.programs
-  rates = learning.Rates(0.7, 0.2, 0.285, 0.05, 0.0, 2.0, 1e-3, 1)
+  rates = learning.Rates(0.7, 1.0, 0.2, 0.285, 0.05, 0.0, 2.0, 1e-3, 1)
   policy, start, reference = (
-    jax.device_put(
-      jax.tree.map(lambda leaf: leaf.astype(dtype), tree), run.policy.params
+    jax.tree.map(
+      lambda leaf, where: distributed.place(np.asarray(leaf, dtype), where),
+      tree,
+      run.policy.params,
     )
     for tree in weights
   )
   gradient = jax.tree.map(jnp.zeros_like, policy)
   sums = grpo.Sums(*(jnp.zeros((), dtype) for _ in grpo.Sums._fields))
+  # Of several processes, each has its own share of the lessons.
+  own = distributed.share(list(taught()))
   for batch in packing.pack(
-    list(taught())[::order],
+    distributed.gather(own)[::order],
     rows=rows,
     row_multiple=64,
     loss=loss,
@@ -270,13 +274,15 @@ def slope(
     packed=packed,
   )[::order]:
     wide = (x.astype(dtype) if x.dtype == np.float32 else x for x in batch)
-    placed = jax.device_put(packing.Batch(*wide), run.rows)
+    placed = distributed.place(packing.Batch(*wide), run.rows)
     old, base = (run.score(w, placed, 0.7) for w in (start, reference))
     gradient, sums = run.accumulate(
       gradient, sums, policy, placed, old, base, False, rates
     )
   assert abs(float(sums.ratio / sums.tokens) - 1) > 0.01
-  flat = [np.ravel(leaf) for leaf in jax.tree.leaves(gradient)]
+  flat = [
+    np.ravel(distributed.whole(leaf)) for leaf in jax.tree.leaves(gradient)
+  ]
   means = [x / sums.tokens for x in sums[2:-1]]
   gradient = np.concatenate(flat) / float(sums.weight)
   return gradient, np.array([sums.loss / sums.weight, *means, sums.gap_max])

@@ -15,8 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from sesa_jax import types
+from sesa_jax import distributed, types
 from sesa_jax.engine import decode, stops
 from sesa_jax.engine.shard import Held, Playing, Shard
 
@@ -147,7 +148,16 @@ class Play:
     for shard, held in enumerate(todo):
       self._pack(batch, shard, held)
     with self._time("device"):
-      self._pool = self._programs.prefill(self._weights, self._pool, batch)
+      self._pool = self._programs.prefill(
+        self._weights, self._pool, self._sent(batch)
+      )
+
+  def _sent(self, tree: Any) -> Any:
+    """Cuts arrays over the data shards: among processes jit does not."""
+    if distributed.count() == 1:
+      return tree
+    where = NamedSharding(self._layout.mesh, PartitionSpec("data"))
+    return jax.device_put(tree, where)
 
   def _zeros(self, *shape: int) -> np.ndarray:
     return np.zeros((self._layout.data, *shape), np.int32)
@@ -189,7 +199,9 @@ class Play:
           *pairs, strict=True
         )
     with self._time("device"):
-      self._pool = self._programs.copy(self._pool, source, target)
+      self._pool = self._programs.copy(
+        self._pool, *self._sent((source, target))
+      )
 
   # --- decode ---
 
@@ -210,7 +222,7 @@ class Play:
       self._pool, decoded = self._decode(
         self._weights,
         self._pool,
-        *self._rows(running, count),
+        *self._sent(self._rows(running, count)),
         *self._constants,
         np.int32(leave),
       )

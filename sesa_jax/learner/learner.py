@@ -20,7 +20,7 @@ import optax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sesa_jax import types
+from sesa_jax import distributed, types
 from sesa_jax.learner import grpo, logprobs, packing
 from sesa_jax.policy import attention, model, sharding
 
@@ -42,6 +42,7 @@ class Rates(NamedTuple):
   """Numbers that may change without a compilation."""
 
   temperature: float
+  loss_scale: float
   clip_low: float
   clip_high: float
   kl_coefficient: float
@@ -67,6 +68,7 @@ class Recipe:
   adam_b1: float
   adam_b2: float
   adam_eps: float
+  moments: str
   weight_decay: float
   gradient_clip: float
 
@@ -89,7 +91,9 @@ class Programs(NamedTuple):
 def programs(recipe: Recipe) -> Programs:
   """Returns the programs of a recipe. Compilation waits for the first call."""
   tx = optax.chain(
-    optax.scale_by_adam(recipe.adam_b1, recipe.adam_b2, recipe.adam_eps),
+    optax.scale_by_adam(
+      recipe.adam_b1, recipe.adam_b2, recipe.adam_eps, mu_dtype=recipe.moments
+    ),
     optax.add_decayed_weights(recipe.weight_decay, mask=decayed),
   )
   abstract = model.abstract_params(recipe.graphdef.backbone)
@@ -99,7 +103,9 @@ def programs(recipe: Recipe) -> Programs:
     # reference, or another policy's, too.
     return types.Policy(
       jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), weights),
-      OptState(tx.init(weights), jnp.zeros((), jnp.int32)),
+      OptState(
+        narrowed(tx.init(weights), recipe.moments), jnp.zeros((), jnp.int32)
+      ),
       jnp.zeros((), jnp.int32),
     )
 
@@ -172,7 +178,7 @@ def programs(recipe: Recipe) -> Programs:
     return gradient, grpo.add_sums(sums, found)
 
   def apply(state, gradient, sums, rates):
-    divisor = jnp.where(sums.weight > 0, sums.weight, 1.0)
+    divisor = jnp.where(sums.weight > 0, sums.weight, 1.0) / rates.loss_scale
     norm = optax.tree.norm(gradient) / divisor
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     # The first update is the first step of the warm-up, not one of rate 0.
@@ -181,10 +187,12 @@ def programs(recipe: Recipe) -> Programs:
     # Divided and clipped in one go: a tree of its own for each costs memory.
     scale = jnp.minimum(1.0, recipe.gradient_clip / norm) / divisor
     gradient = jax.tree.map(lambda leaf: leaf * scale, gradient)
-    change, adam = tx.update(gradient, state.opt_state.adam, state.params)
+    change, adam = tx.update(
+      gradient, widened(state.opt_state.adam), state.params
+    )
     moved = types.Policy(
       jax.tree.map(lambda p, u: p - rate * u, state.params, change),
-      OptState(adam, jnp.zeros((), jnp.int32)),
+      OptState(narrowed(adam, recipe.moments), jnp.zeros((), jnp.int32)),
       state.updates + 1,
     )
     kept = state._replace(
@@ -259,6 +267,36 @@ def move(policy: types.Policy, where: types.Policy) -> types.Policy:
   return policy._replace(opt_state=policy.opt_state._replace(adam=adam))
 
 
+def widened(adam: Any) -> Any:
+  """Returns the optimizer's state as optax steps it: nu in float32."""
+  scale, *others = adam
+  nu = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), scale.nu)
+  return scale._replace(nu=nu), *others
+
+
+def narrowed(adam: Any, dtype: str) -> Any:
+  """Rounds nu for storage; optax has rounded mu, to the nearest.
+
+  nu changes by a thousandth a step, less than half of bfloat16's last place:
+  rounded to the nearest it would never fall again. So it goes up or down by
+  chance, right on average: random bits are added below the place of the cut.
+  """
+  if dtype == "float32":
+    return adam
+  scale, *others = adam
+  leaves, structure = jax.tree.flatten(scale.nu)
+  keys = jax.random.split(jax.random.key(scale.count), len(leaves))
+
+  def rounded(leaf, key):
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+    bits += jax.random.bits(key, leaf.shape, jnp.uint16)
+    bits &= jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+  nu = structure.unflatten(map(rounded, leaves, keys))
+  return scale._replace(nu=nu), *others
+
+
 def decayed(params: model.Params) -> model.Params:
   """Returns, for each leaf, whether weight decay pulls it: no norm, no bias."""
 
@@ -267,6 +305,16 @@ def decayed(params: model.Params) -> model.Params:
     return "norm" not in name and "bias" not in name
 
   return jax.tree_util.tree_map_with_path(pulled, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """Lessons in rows, and the logprobs that their updates compare with."""
+
+  parts: list[list[packing.Batch]]  # of each update
+  scored: list[list[tuple[Any, Any]]]  # of each batch: old and reference
+  single: bool  # old logprobs are those of the update itself
+  temperature: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,18 +331,20 @@ class Learner:
     clip_high: of the ratio, above 1.
     kl_coefficient: 0 leaves the reference's forward pass out.
     loss: one of `grpo.LOSSES`.
+    loss_scale: of the gradient, before it is clipped.
     entropy_coefficient: of a bonus on entropy; 0 is none.
     most_tokens: that an episode may sample; divides the loss `dr_grpo`.
     importance_cap: of the weight against the engine's logprobs.
     adam_b1: decay of the first moment.
     adam_b2: decay of the second moment.
     adam_eps: of Adam's divisor.
+    moments: dtype in which Adam's moments are kept.
     weight_decay: decoupled, times the rate; not on norms and biases.
     gradient_clip: global norm.
     microbatch_rows: rows whose activations exist at once, over all devices.
     row_multiple: rows are padded to one of few multiples of this.
     chunk_tokens: tokens whose logits exist at once.
-    compute_dtype: of activations; weights and optimizer are float32.
+    compute_dtype: of activations; weights are float32.
     attention: one of `policy.attention.KINDS`.
     offload: Adam's moments wait in the host's memory for their step, and the
       reference for its turn to score.
@@ -314,12 +364,14 @@ class Learner:
   clip_high: float
   kl_coefficient: float
   loss: str = "grpo"
+  loss_scale: float = 1.0
   entropy_coefficient: float = 0.0
   most_tokens: int = 4096
   importance_cap: float = 2.0
   adam_b1: float = 0.9
   adam_b2: float = 0.999
   adam_eps: float = 1e-8
+  moments: str = "float32"
   weight_decay: float = 0.01
   gradient_clip: float = 1.0
   microbatch_rows: int = 8
@@ -332,7 +384,7 @@ class Learner:
 
   def __post_init__(self) -> None:
     """Refuses what no update could use."""
-    grpo.one_of("learner.loss", self.loss, grpo.LOSSES)
+    grpo.one_of("loss", self.loss, grpo.LOSSES)
     packing.check_rows(self.microbatch_rows, self.mesh.shape["fsdp"])
 
   @property
@@ -415,10 +467,71 @@ class Learner:
     Args:
       policy: donated; use only what is returned.
       reference: frozen weights; None where kl_coefficient is 0.
-      lessons: the episodes of one question share their request id.
+      lessons: the episodes of one question share their request id. All of
+        them, on every process, as `distributed.gather` joins each one's own.
       temperature: that they were sampled at, above 0.
       on_batch: told the episodes and sampled tokens of each micro-batch when
         its gradient is there.
+
+    Returns:
+      The policy, and metrics, as `learn`.
+
+    Raises:
+      NonFiniteUpdate: the third skipped update in a row, over calls too.
+    """
+    prepared = self.prepare(
+      policy.params, reference, lessons, temperature=temperature
+    )
+    return self.learn(policy, prepared, on_batch=on_batch)
+
+  def prepare(
+    self,
+    params: model.Params,
+    reference: model.Params | None,
+    lessons: Sequence[types.Lesson],
+    *,
+    temperature: float,
+    first: bool = True,
+  ) -> Prepared:
+    """Packs lessons and scores them, before any weight moves.
+
+    Args:
+      params: weights whose logprobs are the old ones, those that played.
+      reference: see `update`.
+      lessons: see `update`.
+      temperature: see `update`.
+      first: no other update comes between these weights and `learn`. Then a
+        single update's old logprobs are its new ones, and the pass is spared.
+    """
+    parts = [
+      self._pack(part)
+      for part in packing.minibatches(lessons, self.minibatch_questions)
+    ]
+    single = first and len(parts) < 2
+    if self.kl_coefficient:
+      reference = jax.device_put(reference, self.programs.working.params)
+    scored = [
+      [
+        self._scores(params, reference, batch, single, temperature)
+        for batch in part
+      ]
+      for part in parts
+    ]
+    return Prepared(parts, scored, single, temperature)
+
+  def learn(
+    self,
+    policy: types.Policy,
+    prepared: Prepared,
+    *,
+    on_batch: Callable[[int, int], None] | None = None,
+  ) -> tuple[types.Policy, dict[str, float]]:
+    """Steps once for each minibatch of prepared lessons.
+
+    Args:
+      policy: donated; use only what is returned.
+      prepared: of `prepare`.
+      on_batch: see `update`.
 
     Returns:
       The policy, and metrics: sums over all minibatches, divided once. Those
@@ -427,37 +540,20 @@ class Learner:
     Raises:
       NonFiniteUpdate: the third skipped update in a row, over calls too.
     """
-    run = self.programs
+    run, parts, single = self.programs, prepared.parts, prepared.single
     rates = Rates(
-      temperature,
+      prepared.temperature,
       *(getattr(self, name) for name in Rates._fields if name != "temperature"),
     )
-    parts = [
-      self._pack(part)
-      for part in packing.minibatches(lessons, self.minibatch_questions)
-    ]
-    # All of the iteration's old logprobs, before any weight moves. With one
-    # update they equal the new ones, and the pass is spared.
-    single = len(parts) < 2
-    if self.kl_coefficient:
-      reference = jax.device_put(reference, run.working.params)
-    scored = [
-      [
-        self._scores(policy.params, reference, batch, single, temperature)
-        for batch in part
-      ]
-      for part in parts
-    ]
-    del reference  # a copy, where it waits on the host
     total, norms, rate, skipped = grpo.zero_sums(), [], 0.0, 0
-    for part, scores in zip(parts, scored, strict=True):
+    for part, scores in zip(parts, prepared.scored, strict=True):
       gradient, sums = run.zeros(policy.params)
       for batch, (old, base) in zip(part, scores, strict=True):
         gradient, sums = run.accumulate(
           gradient,
           sums,
           policy.params,
-          jax.device_put(batch, run.rows),
+          distributed.place(batch, run.rows),
           old,
           base,
           single,
@@ -499,12 +595,15 @@ class Learner:
     """Returns the logprobs of each episode's ids, float32 [T] each.
 
     They are those of the update's forward pass; 0 where an id was not sampled.
+    Every process gives the same episodes, and gets all scores.
     """
     lessons = [(i, types.Lesson(e, 0.0)) for i, e in enumerate(episodes)]
     found = [np.zeros(len(episode.ids), np.float32) for episode in episodes]
     for batch in self._pack(lessons):
-      placed = jax.device_put(batch, self.programs.rows)
-      scored = np.asarray(self.programs.score(params, placed, temperature))
+      placed = distributed.place(batch, self.programs.rows)
+      scored = distributed.whole(
+        self.programs.score(params, placed, temperature)
+      )
       for number in np.unique(batch.groups[batch.groups >= 0]):
         own = batch.groups == number
         found[number] = np.where(batch.mask, scored, 0.0)[own]
@@ -524,8 +623,8 @@ class Learner:
   def _scores(self, params, reference, batch, single, temperature):
     """Returns old and reference logprobs; zeros where none are needed."""
     run = self.programs
-    placed = jax.device_put(batch, run.rows)
-    zeros = jax.device_put(np.zeros(batch.ids.shape, np.float32), run.rows)
+    placed = distributed.place(batch, run.rows)
+    zeros = distributed.place(np.zeros(batch.ids.shape, np.float32), run.rows)
     old = zeros if single else run.score(params, placed, temperature)
     if self.kl_coefficient == 0:
       return old, zeros
@@ -541,9 +640,8 @@ class Learner:
     if in_a_row >= MAX_SKIPPED:
       raise NonFiniteUpdate(
         f"{in_a_row} updates in a row had a non-finite loss or gradient "
-        f"({what}). None was applied: the weights are those before them. Go on "
-        "from the last checkpoint, with a lower learning rate or a compute "
-        "dtype of float32."
+        f"({what}). None was applied: the weights are those before them. Try a "
+        "lower learning rate, or a compute dtype of float32."
       )
     logging.warning("Update skipped: %s.", what)
 

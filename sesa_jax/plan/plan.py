@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -357,6 +358,7 @@ def estimate(run: Run, cache: Cache) -> dict[str, float]:
     are known seconds too, and hours of all.
   """
   found: dict[str, float] = {}
+  width = jnp.dtype(run.config.learner.moments).itemsize
   for role in ROLES:
     work = _work(run, role)
     found |= {f"{role}/{name}": value for name, value in work.items()}
@@ -365,7 +367,7 @@ def estimate(run: Run, cache: Cache) -> dict[str, float]:
       continue
     devices, values = len(run.target.devices), run.config[role]
     steps = math.ceil(run.config.questions / values.minibatch_questions)
-    moved = steps * costs.apply_bytes(run.backbone) / devices
+    moved = steps * costs.apply_bytes(run.backbone, width) / devices
     seconds = {
       name: work[f"flops/{name}"] / (chip.flops * devices)
       for name in ("prefill", "score", "update")

@@ -18,7 +18,7 @@ from sesa_jax.plan import targets
 from sesa_jax.plan.compiled import device_bytes
 from sesa_jax.policy import backbones, model, sharding, weights
 
-ROLES = ("challenger", "solver")
+ROLES = tools.ROLES
 _ENDS = 2  # ids that end a turn; a few more change nothing
 
 
@@ -40,11 +40,14 @@ class Run:
       name: device_bytes(learner.abstract())
       for name, learner in self.learners.items()
     }
-    return found | {"reference": device_bytes(self.reference)}
+    if self.config.policy.shared:
+      found = {"policy": found["solver"]}
+    references = len(set(tools.starts(self.config).values()))
+    return found | {"reference": references * device_bytes(self.reference)}
 
   @property
   def reference(self) -> Any:
-    """The frozen weights, float32, as placed shapes; one set for both."""
+    """The frozen weights, float32, as placed shapes; one set."""
     learner = self.learners["solver"]
     return jax.tree.map(
       lambda leaf, place: jax.ShapeDtypeStruct(

@@ -375,6 +375,8 @@ def shape(
   language: Language,
   recorded: Collection[str] = (),
   contrast: bool = False,
+  solver_scaled: bool = True,
+  challenger_scaled: bool = True,
 ) -> Edge:
   """Turns outcomes into lessons for both policies, and records for the bank.
 
@@ -403,6 +405,8 @@ def shape(
     recorded: ids of questions that have a record already; no second one is
       made.
     contrast: see `record`.
+    solver_scaled: see `grpo.advantages`.
+    challenger_scaled: see `grpo.advantages`.
 
   Raises:
     ValueError: an unknown choice.
@@ -421,6 +425,7 @@ def shape(
     [a.question.hops for a in played],
     solver_baseline,
     std_epsilon,
+    solver_scaled,
   )
 
   pay = curve(reward, low=low, high=high, endpoint_penalty=endpoint_penalty)
@@ -442,6 +447,7 @@ def shape(
     [p.seed.hops for p, _ in kept],
     challenger_baseline,
     std_epsilon,
+    challenger_scaled,
   )
 
   failures = tuple(
@@ -494,7 +500,7 @@ def shape(
   )
 
 
-def _lessons(episodes, rewards, hops, baseline, epsilon):
+def _lessons(episodes, rewards, hops, baseline, epsilon, scaled):
   """Gives each episode its advantage; a group is the episodes of a request."""
   found = grpo.advantages(
     rewards,
@@ -502,6 +508,7 @@ def _lessons(episodes, rewards, hops, baseline, epsilon):
     np.array(hops, int),
     baseline=baseline,
     epsilon=epsilon,
+    scaled=scaled,
   )
   return tuple(
     types.Lesson(episode, float(advantage))

@@ -29,7 +29,7 @@ def play(
 
   Dropping such episodes would select short ones, since long ones lose more
   calls. What stays lost keeps the finish reason "lost". Every process plays its
-  own share and gets the episodes of all.
+  own share and gets the episodes of all, and what they cost together.
   """
   environment = tools.environments[role]
   requests = distributed.share(requests)
@@ -57,9 +57,18 @@ def play(
     ]
     for name, value in again.metrics.items():
       metrics[name] += value
-  metrics |= engine.rates(metrics)
   metrics["lost"] = sum(e.finish == "lost" for e in episodes)
+  metrics = _together(distributed.gather([metrics]))
+  metrics |= engine.rates(metrics)
   return distributed.gather(episodes), metrics
+
+
+def _together(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Joins what processes measured at the same time: counts add up."""
+  joins = {
+    name: max if name.startswith("seconds") else sum for name in parts[0]
+  }
+  return {name: join(p[name] for p in parts) for name, join in joins.items()}
 
 
 def pose(
