@@ -7,6 +7,7 @@ A preset is a named difference, picked by the text behind the colon:
 """
 
 import difflib
+from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -297,7 +298,9 @@ def get_config() -> ConfigDict:
 
 
 def paper_machines(
-  rollout_tensor: int = 1, offload: bool = False
+  rollout_tensor: int = 1,
+  offload: bool = False,
+  pages: Mapping[str, int] | None = None,
 ) -> ConfigDict:
   """Returns `machines` for the paper's lengths of episodes.
 
@@ -308,19 +311,21 @@ def paper_machines(
     rollout_tensor: chips that share one copy of the rollout's weights, where a
       chip's memory is small: v5e and v6e.
     offload: for v5e, the smallest: Adam's moments wait on the host.
+    pages: of a rollout's cache, by kind, where there is no room for all slots
+      at their longest: a little less than `--mode=plan` says would fit.
   """
 
-  def machine() -> ConfigDict:  # one each: a ConfigDict shares what is the same
-    return ConfigDict(
-      dict(
-        mesh=dict(rollout_tensor=rollout_tensor),
-        learner=dict(microbatch_rows=16),
-      )
+  def small() -> dict:
+    return dict(
+      mesh=dict(rollout_tensor=rollout_tensor),
+      learner=dict(microbatch_rows=16),
     )
 
-  v5e, v6e = machine(), machine()
-  v5e.learner.offload = offload
-  return ConfigDict(dict(v5e=v5e, v6e=v6e))
+  found = dict(v5e=small(), v6e=small())
+  found["v5e"]["learner"]["offload"] = offload
+  for kind, count in (pages or {}).items():
+    found.setdefault(kind, {})["engine"] = dict(pages=count)
+  return ConfigDict(found)
 
 
 def finish(config: ConfigDict, variant: str) -> ConfigDict:

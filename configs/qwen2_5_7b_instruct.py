@@ -20,5 +20,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config = common.get_config()
   config.name = "qwen2_5_7b_instruct"
   config.policy.path = "assets:qwen2-5-7b-instruct"
-  config.machines = common.paper_machines(rollout_tensor=4, offload=True)
+  config.machines = common.paper_machines(
+    rollout_tensor=4, offload=True, pages=dict(v5e=4900)
+  )
   return common.finish(config, variant)

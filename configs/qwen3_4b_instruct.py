@@ -19,5 +19,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config = common.get_config()
   config.name = "qwen3_4b_instruct"
   config.policy.path = "assets:qwen3-4b-instruct"
-  config.machines = common.paper_machines(rollout_tensor=4)
+  config.machines = common.paper_machines(
+    rollout_tensor=4, pages=dict(v5e=1600)
+  )
   return common.finish(config, variant)

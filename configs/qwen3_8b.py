@@ -19,5 +19,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config = common.get_config()
   config.name = "qwen3_8b"
   config.policy.path = "assets:qwen3-8b"
-  config.machines = common.paper_machines(rollout_tensor=4, offload=True)
+  config.machines = common.paper_machines(
+    rollout_tensor=4, offload=True, pages=dict(v5e=1800, v5p=1400)
+  )
   return common.finish(config, variant)

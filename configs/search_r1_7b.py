@@ -24,5 +24,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.name = "search_r1_7b"
   config.policy.path = "assets:search-r1-7b"
   config.policy.template = "search_r1"
-  config.machines = common.paper_machines(rollout_tensor=4, offload=True)
+  config.machines = common.paper_machines(
+    rollout_tensor=4, offload=True, pages=dict(v5e=4900)
+  )
   return common.finish(config, variant)

@@ -208,6 +208,9 @@ def test_a_small_chips_values():
   assert v5e.mesh.rollout_tensor == 4
   assert v5e.learner.microbatch_rows == 16
   assert v5e.learner.offload
+  assert v5e.engine.pages == 1800
+  v5p = tools.for_machine(load("qwen3_8b"), "v5p")
+  assert (v5p.engine.pages, v5p.mesh.rollout_tensor) == (1400, 1)
   v5e = tools.for_machine(load("qwen3_4b"), "v5e")
   assert (v5e.mesh.rollout_tensor, v5e.learner.offload) == (4, False)
   assert tools.for_machine(load("qwen3_0_6b"), "v5e").mesh.rollout_tensor == 1
