@@ -303,3 +303,99 @@ def test_tokens_of_a_text_inside_a_prompt_are_its_own():
   _, world, _, _ = spied()
   tools = dataclasses.replace(world.tools, tokenizer=Llama())
   assert tools.count_tokens("one two") == 2
+
+
+# --- values that reach their place -------------------------------------------
+
+
+class Written:
+  """A distiller that notes what it is asked, and writes one skill a case."""
+
+  name = "offline"
+
+  def __init__(self):
+    self.cases = []
+
+  def distill_all(self, cases):
+    self.cases += cases
+    return [
+      types.Skill(
+        "", "c", f"Rule {case.records[0].question_id}.", "t", "e", "a", (), ""
+      )
+      for case in cases
+    ]
+
+
+def failed(name, iteration=1):
+  page = types.Passage("1", "Bonn", "Bonn lies on a river.")
+  return types.FailureRecord(
+    name, "", f"Which town is {name}?", ("Rome",), "Bonn", (), (page,), 1, 1,
+    0.5, (), iteration,
+  )  # fmt: skip
+
+
+def distilled(iteration=1, queue=(), **changes):
+  """One iteration, with a distiller that notes what it is asked."""
+  config, world, state, _ = spied(**changes)
+  written = Written()
+  world = dataclasses.replace(
+    world, tools=dataclasses.replace(world.tools, distiller=written)
+  )
+  state = dataclasses.replace(state, iteration=iteration, queue=tuple(queue))
+  with silent() as progress:
+    after, record = loop.iteration(state, world, config, progress)
+  return written, after, record
+
+
+def test_the_encoders_threshold_decides_admission():
+  queue = [failed("p"), failed("q")]
+  for threshold, admitted in ((1.0, True), (-1.0, False)):
+    _, after, record = distilled(
+      queue=queue, **{"encoder.threshold": threshold}
+    )
+    assert bool(record.metrics["distillation/admitted"]) == admitted
+    assert (len(after.bank.skills) > 15) == admitted
+
+
+def test_contrast_reaches_the_records():
+  for contrast in (False, True):
+    _, _, record = distilled(**{"distillation.contrast": contrast})
+    assert record.failures
+    assert all(bool(f["right"]) == contrast for f in record.failures)
+
+
+def test_clusters_reach_the_distiller():
+  queue = [failed(name) for name in "abcdefg"]
+  changes = {"frontier.gate": "off", "distillation.max_records": 6}
+  for name, sizes in (("single", [1] * 6), ("cluster", [5, 1])):
+    written, after, _ = distilled(
+      queue=queue, **changes | {"distillation.consolidate": name}
+    )
+    assert [len(case.records) for case in written.cases] == sizes
+    assert after.queue == (queue[-1],)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_due(wait):
+  """After every second iteration; beside the next one if none waits."""
+  changes = {"distillation.every": 2, "distillation.wait": wait}
+  asked = [
+    bool(distilled(done, [failed("p")], **changes)[0].cases)
+    for done in (1, 2, 3)
+  ]
+  # The iterations are the 2nd, 3rd and 4th.
+  assert asked == ([True, False, True] if wait else [False, True, False])
+
+
+def test_draws_of_a_placebo_change_with_the_iteration(monkeypatch):
+  keys = []
+  real = loop.evaluation.arms.placebo
+
+  def noted(*args, **more):
+    keys.append((more["seed"], more["iteration"]))
+    return real(*args, **more)
+
+  monkeypatch.setattr(loop.evaluation.arms, "placebo", noted)
+  for done in (1, 2):
+    distilled(done, **{"bank.arm": "placebo", "seed": 7})
+  assert keys == [(7, 2), (7, 3)]
