@@ -101,6 +101,7 @@ def writer(name: str, config: Any) -> Write:
   config = config.copy_and_resolve_references()
   with config.unlocked():
     config.distillation.distiller = name
+    config.verifier.answerer = "solver"  # no evidence is checked
     if name == "solver":
       config.verifier.max_tokens = max(config.verifier.max_tokens, CASE_TOKENS)
       config.distillation.tokens = SKILL_TOKENS

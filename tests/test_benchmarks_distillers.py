@@ -13,8 +13,12 @@ from sesa_jax.judge import leaks
 from sesa_jax.judge.offline import OfflineDistiller
 from sesa_jax.language import ENGLISH, question_key
 from sesa_jax.retrieval.encoder import HashEncoder
-from sesa_jax.types import DistillFailure, Skill
-from tests import scripted
+from sesa_jax.types import Case, DistillFailure, Skill
+from tests import driver, scripted
+from tests.llm_server import Server, no_certificates, says
+from tests.test_loop import tiny_config
+
+pytestmark = pytest.mark.usefixtures(no_certificates.__name__)
 
 ASSETS = Path(
   os.environ.get("SESA_JAX_ASSETS") or Path.home() / ".cache" / "sesa_jax"
@@ -102,6 +106,25 @@ def test_the_offline_distiller_writes_many_kinds():
   )
   assert found["malformed"] == found["lost"] == 0
   assert sum(found[name] for name in distillers.OUTCOMES) == pytest.approx(1)
+
+
+def test_each_distiller_writes_under_a_config(monkeypatch):
+  """The judge's model, the policy and the rules, by the config's names."""
+  monkeypatch.chdir(distillers.FILE.parents[1])
+  records = distillers.read()[:2]
+  act = says(json.dumps(scripted.SKILL))
+  with Server(then=act) as server, driver.playing_the_script():
+    config = tiny_config(
+      **{"judge.base_url": server.url, "judge.key_env": ""}
+      | {"verifier.max_tokens": 4096}
+    )
+    for name, asked in (("chat", 2), ("solver", 2), ("offline", 2)):
+      write = distillers.writer(name, config)
+      found = write([Case((record,), ()) for record in records])
+      assert [skill.origin for skill in found] == [name] * 2
+      assert len(server.requests) == asked
+  with pytest.raises(ValueError, match="'chat' asks a model"):
+    distillers.writer("chat", tiny_config())
 
 
 def test_the_file_is_what_a_runs_failures_are():
