@@ -110,7 +110,7 @@ def writer(name: str, config: Any) -> Write:
     return tools.distiller(config, tools.judge(config)).distill_all
   world = tools.assemble(config, tools.Texts((), None, (), (), {}))
   return lambda cases: loop.write_skills(
-    cases, world.reference, world, config, 0
+    cases, world.references["solver"], world, config, 0
   )
 
 
