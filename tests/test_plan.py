@@ -240,6 +240,25 @@ def test_an_offload_frees_what_waits_and_not_what_runs(compile_to):
   assert set(saved.values()) == {2 * moments + reference}
 
 
+def test_policies_shared_or_narrow_or_started_apart():
+  weights = 4 * PARAMETERS
+  for fields, parts in (
+    (
+      {"policy.shared": True},
+      {"policy": 3 * weights + 12, "reference": weights},
+    ),
+    (
+      {"learner.moments": "bfloat16", "solver.path": "elsewhere"},
+      {
+        "challenger": 2 * weights + 12,
+        "solver": 2 * weights + 12,
+        "reference": 2 * weights,
+      },
+    ),
+  ):
+    assert run.read(changed(**fields), here(), ()).parts == parts
+
+
 def test_devices_share_what_is_cut(compile_to):
   """Norms and counts are whole on each; all else is cut in eight."""
   compile_to(temporaries=0)
