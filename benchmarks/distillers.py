@@ -27,6 +27,7 @@ from ml_collections import config_flags
 
 from sesa_jax import loop, tools
 from sesa_jax.language import ENGLISH
+from sesa_jax.search import engines
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation, priming
 from sesa_jax.types import Case, DistillFailure, Encoder, FailureRecord, Skill
@@ -108,7 +109,7 @@ def writer(name: str, config: Any) -> Write:
   if name != "solver":
     tools.check_judge(config)
     return tools.distiller(config, tools.judge(config)).distill_all
-  world = tools.assemble(config, tools.Texts((), None, (), (), {}))
+  world = tools.assemble(config, tools.Texts(engines.nothing(), (), (), {}))
   return lambda cases: loop.write_skills(
     cases, world.references["solver"], world, config, 0
   )

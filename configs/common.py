@@ -266,7 +266,37 @@ def get_config() -> ConfigDict:
         iterations=10,
         skills=142,  # at most, SESA
       ),
-      search=dict(engine="search_r1", k1=0.9, b=0.4, passage_words=100),
+      search=dict(
+        engine="search_r1",  # or "bm25", "dense", "google"
+        k1=0.9,  # of bm25, ours
+        b=0.4,
+        passage_words=100,
+        index="",  # folder of --mode=index; bm25 without one is in memory
+        neighbours="auto",  # of dense: or "exact", "scann"
+        urls=("http://127.0.0.1:8000/retrieve",),  # of search_r1
+        batch=64,  # queries that go in one request
+        concurrency=16,  # requests at once
+        deadline=60.0,  # seconds for all tries of a call
+        try_seconds=20.0,
+        tries=6,
+        patience=300.0,  # seconds without any answer; then calls are skipped
+        google=dict(
+          provider="serper",  # or "custom_search"
+          url="",  # "": the provider's
+          key_env="SERPER_API_KEY",
+          cx="",  # of custom_search
+          per_second=10.0,
+          per_day=placeholder(int),
+          price=1.0,  # of a thousand queries
+        ),
+        cache="",  # folder of answers; "" keeps none
+        replay_only=False,
+        degrade=dict(drop=0.0, distract=0.0, shuffle=0.0, delay=0.0),
+      ),
+      budget=dict(  # of the whole run; None is no limit
+        searches=placeholder(int),
+        cost=placeholder(float),
+      ),
       corpus=(),  # files, "assets:..." or paths
       seeds=dict(
         source="jsonl",

@@ -37,6 +37,7 @@ from sesa_jax.data import seeds as seeds_lib
 from sesa_jax.judge import distiller as distiller_lib
 from sesa_jax.language import question_key
 from sesa_jax.learner import learner as learner_lib
+from sesa_jax.search import base
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.skills import life
 from sesa_jax.stages import (
@@ -63,6 +64,8 @@ def iteration(
   number = state.iteration + 1  # as people count
   tools, clock = world.tools, records.Clock()
   ahead = _distill_ahead(state, tools, config)
+  ledger = world.texts.library.ledger
+  ledger.drain()  # of what an evaluation searched
   begin = functools.partial(_begin_stage, config, number, progress, clock)
 
   # Stage 2, asymmetric self-play. No bank is in the challenger's reach.
@@ -78,6 +81,9 @@ def iteration(
   )
   posed, posing = _pose(weights, seeds, tools, config, number)
   del weights  # before the solver's copy is made
+  planned = len(posed) * (1 + config.solver.group_size)
+  _stop_if_spent(world)
+  _stop_if_lost([p.episode for p in posed], config.lost_limit, planned)
   begin("verify")
   weights, solving_gap = rollout.weights(
     tools.engine, world.solver, state.solver.params
@@ -95,8 +101,7 @@ def iteration(
   )
   controls = _control(weights, tasks, shown, tools, config, number)
   del weights  # the updates need the room
-  _stop_if_spent(tools)
-  _stop_if_broken(checked, attempts, controls, config, first=number == 1)
+  _stop_if_broken(checked, attempts, controls, world, config, number == 1)
 
   # Stage 3, frontier shaping: rewards, advantages, failures that pass the gate.
   edge = _shape(checked, attempts, tools, config, number)
@@ -137,6 +142,7 @@ def iteration(
     "solver/engine/copy_gap": solving_gap,
     **records.prefixed("challenger", learned["challenger"]),
     **records.prefixed("solver", learned["solver"]),
+    **base.total(distributed.gather([ledger.drain()])),
     **distilled.metrics,
     "distillation/dropped": dropped,
     "bank/active": len(bank.skills),
@@ -491,8 +497,9 @@ def _update(learner, policy, prepared, progress, state):
     raise types.Stopped(f"{error} {last}") from error
 
 
-def _stop_if_broken(checked, attempts, controls, config, first: bool) -> None:
+def _stop_if_broken(checked, attempts, controls, world, config, first) -> None:
   """Stops before the update when a tool is down or its calls go unseen."""
+  _stop_if_spent(world)
   played = [p.episode for p in checked.proposals]
   played += [a.episode for a in (*attempts, *controls)]
   _stop_if_lost([*played, *checked.episodes], config.lost_limit)
@@ -501,9 +508,23 @@ def _stop_if_broken(checked, attempts, controls, config, first: bool) -> None:
     _stop_if_nothing_searched(played)
 
 
-def _stop_if_lost(episodes: Sequence[types.Episode], limit: float) -> None:
+def _stop_if_lost(
+  episodes: Sequence[types.Episode],
+  limit: float,
+  planned: int = 0,
+) -> None:
+  """Stops for too many lost episodes.
+
+  Args:
+    episodes: that were played.
+    limit: share of them that may stay lost.
+    planned: how many there will be in the iteration, if there are more.
+
+  Raises:
+    types.Stopped: with the cause.
+  """
   lost = [e for e in episodes if e.finish == "lost"]
-  if len(lost) > limit * len(episodes):
+  if len(lost) > limit * max(len(episodes), planned):
     raise types.Stopped(
       f"{len(lost)} of {len(episodes)} episodes stayed lost, more than "
       f"lost_limit = {limit:.0%}: {lost[0].turns[-1].note}. Nothing was "
@@ -527,12 +548,14 @@ def _stop_if_unjudged(checked, attempts, limit: float) -> None:
     )
 
 
-def _stop_if_spent(tools) -> None:
+def _stop_if_spent(world) -> None:
   """Stops where a call was refused for the budget."""
-  if tools.judge is not None:
-    said = distributed.from_lead(tools.judge.chat.ledger.exceeded)
-    if said:
-      raise types.Stopped(said)
+  said = distributed.gather([world.texts.library.ledger.exceeded()])
+  if world.tools.judge is not None:
+    ledger = world.tools.judge.chat.ledger
+    said.append(distributed.from_lead(ledger.exceeded))
+  if any(said):
+    raise types.Stopped(next(filter(None, said)))
 
 
 def _stop_if_nothing_searched(episodes: Sequence[types.Episode]) -> None:
@@ -594,7 +617,7 @@ def run(
 
   changed, before, parent = distributed.from_lead(look)
   lead = distributed.is_lead()
-  texts = tools_lib.read(config)
+  texts = tools_lib.read(config, workdir)
   console = rich.console.Console(stderr=True, quiet=not lead)
   console.print(report.plan(config, texts.sets))
   world = tools_lib.assemble(config, texts, workdir)
@@ -642,7 +665,9 @@ def _go(
     world = _with_progress(world, progress)
     while True:
       if _evaluation_due(config, state.iteration, cells):
-        cells += _evaluate(config, world, state, progress)
+        scores = _evaluate(config, world, state, progress)
+        _stop_if_unknown(scores, config.lost_limit)
+        cells += scores
         folder.write_json("eval.json", cells)
       if state.iteration >= config.iterations:
         break
@@ -654,7 +679,7 @@ def _go(
       state_lib.save(
         store, folder, state, last=state.iteration == config.iterations
       )
-      _stop_if_spent(world.tools)
+      _stop_if_spent(world)
   store.close()
   if world.tools.judge is not None:
     world.tools.judge.chat.close()
@@ -732,7 +757,7 @@ def _evaluate(config, world, state, progress) -> list[dict[str, Any]]:
     sum(map(len, sets.values())) * len(config.eval.banks),
     report.evaluation_budget(config, sets),
   )
-  return evaluation.evaluate(
+  cells = evaluation.evaluate(
     rollout.weights(world.tools.engine, world.solver, state.solver.params)[0],
     state.bank,
     sets,
@@ -740,6 +765,21 @@ def _evaluate(config, world, state, progress) -> list[dict[str, Any]]:
     config,
     iteration=state.iteration,
   )
+  _stop_if_spent(world)
+  return cells
+
+
+def _stop_if_unknown(cells: Sequence[Mapping[str, Any]], limit: float) -> None:
+  """Stops before scores of an outage are kept as the run's own."""
+  unknown, total = (
+    sum(cell[name] for cell in cells) for name in ("unknown", "n")
+  )
+  if unknown > limit * total:
+    raise types.Stopped(
+      f"{unknown} of {total} attempts of the evaluation have no verdict, more "
+      f"than lost_limit = {limit:.0%}. No score was kept; the same command "
+      "evaluates again once the tool is back."
+    )
 
 
 def evaluate_checkpoint(config: Any, workdir: str) -> None:
@@ -763,7 +803,7 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
   newest = store.latest()
   if newest is None:
     raise ValueError(f"{workdir} has no checkpoint yet; train first.")
-  texts = tools_lib.read(config)
+  texts = tools_lib.read(config, workdir)
   world = tools_lib.assemble(config, texts)
   state, _ = state_lib.restore(world, store, newest, config.bank.capacity)
   store.close()

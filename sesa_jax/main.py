@@ -99,6 +99,13 @@ _PLOT = flags.DEFINE_bool(
 _TARGET = flags.DEFINE_string(
   "target", "here", "plan: v5e:4x4, v5p:2x2x1, v6e:4x4, ..., a100:8 or here."
 )
+_ENGINE = flags.DEFINE_string(
+  "engine", None, "index, serve: in the place of the config's search.engine."
+)
+_HOST = flags.DEFINE_string(
+  "host", "127.0.0.1", "serve: address; 0.0.0.0 for other machines."
+)
+_PORT = flags.DEFINE_integer("port", 8000, "serve: port; 0 takes a free one.")
 _JSON = flags.DEFINE_bool("json", False, "plan: print JSON, not tables.")
 
 
@@ -223,6 +230,24 @@ def selftest() -> int:
   return selftest_lib.main()
 
 
+def index() -> None:
+  """Builds the index that config.search.index names, of config.corpus."""
+  from sesa_jax import tools
+
+  tools.build_index(_search_config())
+
+
+def serve() -> None:
+  """Serves the config's search engine by the Search-R1 protocol."""
+  from sesa_jax import serve as serve_lib
+  from sesa_jax import tools
+
+  config = _search_config()
+  topk = config.environment.passages_per_search
+  engine = tools.search(config).engine
+  serve_lib.main(engine, _HOST.value, _PORT.value, topk)
+
+
 # A mode that returns nothing has the exit code 0.
 MODES: dict[str, Callable[[], int | None]] = {
   "train": train,
@@ -234,7 +259,17 @@ MODES: dict[str, Callable[[], int | None]] = {
   "skills": skills,
   "distill": distill,
   "mine": mine,
+  "index": index,
+  "serve": serve,
 }
+
+
+def _search_config():
+  """The config, with the engine of the command line."""
+  config = _need(_CONFIG.value, "config").copy_and_resolve_references()
+  if _ENGINE.value:
+    config.search.engine = _ENGINE.value
+  return config.lock()
 
 
 def _for_this_machine(folder: bool = True):

@@ -31,7 +31,7 @@ _PACKAGES = (
 )
 
 # These belong to no experiment, and may change in a run's folder: how long it
-# is, and how its judge is reached and paid.
+# is, and how its judge and its search servers are reached and paid.
 FREE_FIELDS = (
   "iterations",
   "judge.base_url",
@@ -46,6 +46,20 @@ FREE_FIELDS = (
   "judge.completion_price",
   "judge.cached_prompt_price",
   "judge.cache",
+  "search.urls",
+  "search.concurrency",
+  "search.batch",
+  "search.deadline",
+  "search.try_seconds",
+  "search.tries",
+  "search.patience",
+  "search.google.key_env",
+  "search.google.per_second",
+  "search.google.per_day",
+  "search.google.price",
+  "search.cache",
+  "budget.searches",
+  "budget.cost",
 )
 
 

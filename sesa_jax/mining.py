@@ -21,6 +21,7 @@ from sesa_jax import loop, metrics, report, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.judge import scoring
 from sesa_jax.language import ENGLISH, as_targets, question_key
+from sesa_jax.search import engines
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.skills import life
 from sesa_jax.stages import distillation, frontier, priming, selfplay
@@ -409,7 +410,7 @@ def _writer(config, judge):
   if distiller is not None:
     return distiller.distill_all
   # The policy itself: its engine, and nothing to search.
-  nothing = tools_lib.Texts((), None, (), (), {})
+  nothing = tools_lib.Texts(engines.nothing(), (), (), {})
   world = tools_lib.assemble(config, nothing)
   return lambda cases: loop.write_skills(
     cases, world.references["solver"], world, config, 0

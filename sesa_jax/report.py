@@ -44,6 +44,29 @@ def budget(config: Any) -> dict[str, int]:
   }
 
 
+def searches(config: Any) -> int:
+  """Searches of an iteration at most: none is made in a last turn."""
+  posed = config.questions * config.challenger.group_size
+  solved = posed * config.solver.group_size
+  return posed * (config.challenger.turns - 1) + solved * (
+    config.solver.turns - 1
+  )
+
+
+def _bill(config: Any, sets: Mapping[str, Sequence]) -> str:
+  """Says how many searches a run makes at most, and what Google's cost."""
+  questions = sum(map(len, sets.values())) * len(config.eval.banks)
+  tested = questions * (config.eval.turns - 1) * len(set(evaluations(config)))
+  total = searches(config) * config.iterations + tested
+  said = (
+    f"Searches at most: {searches(config):,} an iteration, {tested:,} in "
+    f"evaluations, {total:,} a run"
+  )
+  if config.search.engine != "google":
+    return f"{said}."
+  return f"{said}, which cost {total * config.search.google.price / 1000:,.2f}."
+
+
 def evaluation_budget(config: Any, sets: Mapping[str, Sequence]) -> int:
   """Token-passes of one evaluation at most."""
   questions = sum(map(len, sets.values()))
@@ -73,6 +96,7 @@ def plan(config: Any, sets: Mapping[str, Sequence]) -> rich.table.Table:
   for name, each, all_ in rows:
     table.add_row(name, f"{each:,}", f"{all_:,}")
   table.add_row("total", "", f"{sum(row[2] for row in rows):,}")
+  table.caption, table.caption_justify = _bill(config, sets), "left"
   return table
 
 

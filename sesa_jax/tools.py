@@ -7,10 +7,12 @@ this order, so that bad input is found before anything expensive starts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Container, Mapping
@@ -24,7 +26,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from sesa_jax import distributed, environment, prompts, types
-from sesa_jax.data import benchmarks, corpus, seeds
+from sesa_jax.data import benchmarks, seeds
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.judge import chat, ledger, offline, verdicts
 from sesa_jax.judge import distiller as distiller_lib
@@ -33,19 +35,17 @@ from sesa_jax.learner import grpo, packing
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.policy import attention, model, sharding, tokenizer, weights
 from sesa_jax.retrieval import encoder, index
-from sesa_jax.search import bm25
+from sesa_jax.search import engines
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation, frontier, priming, validity
 
 ASSETS = "assets:"  # marks a path inside the assets folder
 ENCODER_HASH, HASH_DIM = "hash", 64
 ROLES = ("challenger", "solver")
-_SEARCH_THREADS = 8
 
 # What this version has; a config that asks for more is refused at the start.
 ANSWERERS = ("judge", "solver")
 DISTILLERS = ("chat", "solver", "offline")
-ENGINES = ("bm25",)
 SEED_SOURCES = ("titles", "jsonl")
 BANKS = ("none", "final", "placebo", "scrambled")
 ARMS = ("skills", "placebo", "scrambled")
@@ -160,7 +160,7 @@ def check(config: Any) -> None:
       "the solver plays itself: for distillation.distiller = 'solver' it must "
       "be True."
     )
-  one_of("search.engine", config.search.engine, ENGINES)
+  one_of("search.engine", config.search.engine, engines.ENGINES)
   one_of("seeds.source", config.seeds.source, SEED_SOURCES)
   one_of("bank.arm", config.bank.arm, ARMS)
   one_of("bank.credit", config.bank.credit, skill_bank.CREDITS)
@@ -458,6 +458,21 @@ _RANGES = {
   "search.k1": (0, None),
   "search.b": (0, 1),
   "search.passage_words": (1, None),
+  "search.batch": (1, 4096),
+  "search.concurrency": (1, 1024),
+  "search.deadline": (1e-3, 3600),
+  "search.try_seconds": (1e-3, 3600),
+  "search.tries": (1, 100),
+  "search.patience": (0, None),
+  "search.google.per_second": (1e-3, 10_000),
+  "search.google.per_day": (0, None),
+  "search.google.price": (0, None),
+  "search.degrade.drop": (0, 1),
+  "search.degrade.distract": (0, 1),
+  "search.degrade.shuffle": (0, 1),
+  "search.degrade.delay": (0, 3600),
+  "budget.searches": (0, None),
+  "budget.cost": (0, None),
   "eval.every": (0, None),
   "eval.turns": (1, None),
   "eval.confidence": (0.01, 0.9999),
@@ -474,8 +489,7 @@ _RANGES = {
 
 def _check_ranges(config: Any) -> None:
   for name, (least, greatest) in _RANGES.items():
-    section, _, field = name.rpartition(".")
-    value = (config[section] if section else config)[field]
+    value = functools.reduce(operator.getitem, name.split("."), config)
     if value is None:
       continue
     least = -math.inf if least is None else least
@@ -495,14 +509,63 @@ def _check_ranges(config: Any) -> None:
 class Texts:
   """Corpus, seeds and questions of a run."""
 
-  passages: tuple[types.Passage, ...]
-  search: types.SearchEngine
+  library: engines.Search  # what is searched, its corpus and its ledger
   seeds: tuple[types.Seed, ...]
   fixed: tuple[types.Question, ...]  # that the replay pool starts with
   sets: Mapping[str, tuple[types.Question, ...]]  # for evaluation
 
 
-def read(config: Any) -> Texts:
+def search(config: Any, workdir: str = "") -> engines.Search:
+  """Opens what a config searches.
+
+  Args:
+    config: an experiment.
+    workdir: of the run, where what its searches cost is kept; "" keeps nothing.
+
+  Raises:
+    ValueError: a value, a file, an index or a key is missing or wrong.
+    types.Stopped: no search server answers.
+  """
+  # Each process asks for its own episodes, and has its share of the budget.
+  count, own = distributed.count(), distributed.index()
+  searches, cost = config.budget.searches, config.budget.cost
+  name = f"search_spent{f'.{own}' if own else ''}.json"
+  return engines.open_search(
+    *_search_values(config),
+    seed=config.seed,
+    budget=dict(
+      searches=None if searches is None else searches // count,
+      cost=None if cost is None else cost / count,
+    ),
+    spent=Path(workdir) / name if workdir else "",
+  )
+
+
+def build_index(config: Any) -> None:
+  """Builds the index that `search.index` names, of `corpus`.
+
+  Raises:
+    ValueError: a value or a file is missing or wrong, or the folder exists.
+  """
+  engines.build(*_search_values(config))
+
+
+def _search_values(config: Any) -> tuple:
+  def encoder():
+    spec = config.encoder
+    name = [_digest_encoder(spec), spec.query_prefix, spec.passage_prefix]
+    return load_encoder(spec), _digest_of(name)
+
+  spec = config.search.to_dict()
+  spec["index"] = locate(spec["index"])
+  return spec, [locate(path) for path in config.corpus], encoder
+
+
+def _digest_encoder(spec: Any) -> str:
+  return spec.path if spec.path == ENCODER_HASH else _digest(locate(spec.path))
+
+
+def read(config: Any, workdir: str = "") -> Texts:
   """Reads what a run searches, asks for and is tested on.
 
   Nothing of an evaluation set reaches the pool: such questions are left out,
@@ -511,14 +574,13 @@ def read(config: Any) -> Texts:
   Raises:
     ValueError: a file is missing or malformed, a list is empty, or a set has
       fewer questions than asked for.
+    types.Stopped: no search server answers.
   """
-  paths = [locate(path) for path in config.corpus]
-  if not paths:
-    raise ValueError("corpus is empty: name at least one file to search.")
-  passages = corpus.load(paths, passage_words=config.search.passage_words)
-  search = bm25.Bm25(passages, k1=config.search.k1, b=config.search.b)
+  _check_needs_passages(config)
+  library = search(config, workdir)
+  engine = library.engine
   if config.seeds.source == "titles":
-    found = seeds.from_titles(passages, tuple(config.seeds.hops))
+    found = seeds.from_titles(library.passages, tuple(config.seeds.hops))
   else:
     found = seeds.from_jsonl(locate(config.seeds.path), config.seeds.hops)
   if len(found) < config.questions:
@@ -526,17 +588,36 @@ def read(config: Any) -> Texts:
       f"questions = {config.questions}, but there are only {len(found)} seeds."
     )
   sets = {
-    name: _questions(name, spec, search, config.seed, frozenset())
+    name: _questions(name, spec, engine, config.seed, frozenset())
     for name, spec in sorted(config.eval.sets.items())
   }
   tested = tested_texts(sets)
   fixed = tuple(
     itertools.chain.from_iterable(
-      _questions(name, spec, search, config.seed, tested)
+      _questions(name, spec, engine, config.seed, tested)
       for name, spec in sorted(config.pool.fixed.items())
     )
   )
-  return Texts(passages, search, found, fixed, sets)
+  return Texts(library, found, fixed, sets)
+
+
+def _check_needs_passages(config: Any) -> None:
+  """Refuses what a run would have to read a server's corpus for."""
+  if config.search.engine in engines.LOCAL:
+    return
+  sets = {**config.eval.sets, **config.pool.fixed}
+  asked = [name for name, spec in sets.items() if spec.answerable]
+  if asked:
+    raise ValueError(
+      f"{asked[0]}: answerable asks for a search a question, which is for "
+      f"engines on this machine ({', '.join(engines.LOCAL)}), not "
+      f"{config.search.engine!r}. Set answerable to False."
+    )
+  if config.seeds.source == "titles" and not config.corpus:
+    raise ValueError(
+      "seeds.source = 'titles' takes titles of the corpus, and corpus is "
+      "empty. Name its files, or a file of seeds."
+    )
 
 
 def _questions(name, spec, search, seed, without) -> tuple:
@@ -613,7 +694,8 @@ def assemble(
   }
   backbone, _ = loaded[paths["solver"]]
   graphdef = model.build(backbone)
-  executor = ThreadPoolExecutor(_SEARCH_THREADS, "search")
+  # One a slot: every episode that waits has its query on the way.
+  executor = ThreadPoolExecutor(config.engine.slots, "search")
 
   def render(prompt: prompts.Prompt) -> tuple[int, ...]:
     return prompts.render(
@@ -635,7 +717,7 @@ def assemble(
     ),
     environments={
       role: environment.SearchQA(
-        role, texts.search, words, ENGLISH, executor=executor, **rules
+        role, texts.library.engine, words, ENGLISH, executor=executor, **rules
       )
       for role, rules in (
         ("challenger", dict(config.environment)),
@@ -645,7 +727,7 @@ def assemble(
       )
     }
     | {"text": environment.FreeText(words)},
-    search=texts.search,
+    search=texts.library.engine,
     encoder=embedder,
     distiller=None,
     tokenizer=words,
@@ -666,12 +748,11 @@ def assemble(
     start: jax.device_put(params, solver.programs.reference)
     for start, (_, params) in loaded.items()
   }
-  text = corpus.digest(texts.passages)
   hashes = {
     **prompts.digest(words, config.policy.template),
     **_assets(config),
-    "corpus": text,
-    "index": _digest_of([text, config.search.to_dict()]),
+    "corpus": texts.library.digest,
+    "index": _digest_of([texts.library.digest, texts.library.identity]),
     "weights": _digest(path),
     **{
       f"weights/{role}": _digest(locate(config[role].path))

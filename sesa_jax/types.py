@@ -45,6 +45,7 @@ class SearchFailure:
   """A lost search call. Never text for a model, never an empty result."""
 
   reason: str
+  kind: str = "server"  # one of `search.base.KINDS`
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A local OpenAI-compatible server that misbehaves as it is told."""
+"""A local server that misbehaves as it is told: of chat, or of searches."""
 
 from __future__ import annotations
 
@@ -90,8 +90,13 @@ class _Handler(BaseHTTPRequestHandler):
 
   def do_POST(self) -> None:
     size = int(self.headers["Content-Length"])
-    request = json.loads(self.rfile.read(size))
-    server = self.server
+    self._act(json.loads(self.rfile.read(size)))
+
+  def do_GET(self) -> None:
+    self._act({})
+
+  def _act(self, request: dict) -> None:
+    server, self.sent = self.server, request
     with server.lock:
       server.requests.append(request)
       server.headers.append({k.lower(): v for k, v in self.headers.items()})
@@ -99,8 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
       server.running += 1
       server.at_once = max(server.at_once, server.running)
     try:
+      texts = request.get("messages", ())
       self.asked = next(
-        m["content"] for m in request["messages"] if m["role"] == "user"
+        (m["content"] for m in texts if m["role"] == "user"), ""
       )
       act(self)
     except OSError:
@@ -116,11 +122,12 @@ class _Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
   """Does `acts` one by one, a request each, and `then` ever after.
 
-  An act finds the user's first message in `handler.asked`.
+  An act finds what was sent in `handler.sent`, and of a chat the user's first
+  message in `handler.asked`.
   """
 
   daemon_threads = True
-  request_queue_size = 128
+  request_queue_size = 4096
 
   def __init__(self, acts: Sequence[Act] = (), then: Act | None = None):
     super().__init__(("127.0.0.1", 0), _Handler)
@@ -134,8 +141,12 @@ class Server(ThreadingHTTPServer):
     self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
 
   @property
+  def root(self) -> str:
+    return f"http://127.0.0.1:{self.server_port}"
+
+  @property
   def url(self) -> str:
-    return f"http://127.0.0.1:{self.server_port}/v1"
+    return f"{self.root}/v1"
 
   def handle_error(self, *_: Any) -> None:  # a client that hung up
     pass

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sesa_jax import remote
 from sesa_jax.judge import chat
 from sesa_jax.judge.chat import Chat, Failure
 from sesa_jax.judge.ledger import KINDS, Ledger, Price, Usage
@@ -250,7 +251,7 @@ def test_does_not_wait_beyond_the_deadline():
 )
 def test_retry_after(header, seconds):
   # 2015-10-21 07:26:20 UTC
-  assert chat.retry_after(header, 1445412380.0) == seconds
+  assert remote.retry_after(header, 1445412380.0) == seconds
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LEVELS = (
   "state",
   "report",
   "evaluation",
-  "show",
+  "show serve",
   "tools",
   "records rollout",
   "stages",
@@ -37,7 +37,7 @@ LEVELS = (
   "policy",
   "environment",
   "prompts",
-  "language",
+  "language remote",
   "checkpoint metrics manifest distributed",
   "types",
 )

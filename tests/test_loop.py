@@ -790,6 +790,17 @@ def test_budget_counts_passes_by_hand():
   ]  # fmt: skip
 
 
+def test_searches_of_the_papers_setting():
+  config = tiny_config(questions=256, iterations=200, **{
+    "challenger.turns": 10, "solver.turns": 10, "solver.group_size": 5,
+    "eval.turns": 10, "search.engine": "google",
+  })  # fmt: skip
+  assert report.searches(config) * 200 == 2_764_800
+  said = report.plan(config, {"a": range(100)}).caption
+  assert "13,824 an iteration, 3,600 in evaluations, 2,768,400 a run" in said
+  assert "cost 2,768.40" in said  # 1 a thousand
+
+
 def test_old_checkpoints_go_and_milestones_stay(scripted):
   steps = sorted(
     int(p.name)

@@ -178,7 +178,7 @@ def refused(tmp_path, monkeypatch, **changes):
     ),
     ({"judge__base_url": "localhost"}, "'localhost' is no http"),
     ({"judge__tries": 0}, "judge.tries = 0"),
-    ({"search__engine": "x"}, "Choices: bm25"),
+    ({"search__engine": "x"}, "Choices: bm25, dense, search_r1, google"),
     ({"policy__template": "x"}, "Choices: native, search_r1, ssp"),
     ({"policy__attention": "x"}, "Choices: auto, xla, splash, cudnn"),
     ({"engine__cache": "x"}, "Choices: paged, contiguous"),
@@ -334,7 +334,13 @@ def test_every_number_of_the_config_has_a_range():
   config = common.get_config()
   assert not config.machines  # their values are of the same fields
   found = set(numbers(config))
-  maybe = {"challenger.min_searches", "bank.min_score"}  # None by default
+  maybe = {  # None by default
+    "challenger.min_searches",
+    "bank.min_score",
+    "search.google.per_day",
+    "budget.searches",
+    "budget.cost",
+  }
   maybe |= {f"judge.{name}" for name in ("max_tokens", "max_cost")}
   maybe |= {
     f"judge.{name}price"

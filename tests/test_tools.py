@@ -43,7 +43,7 @@ def test_assets_lie_in_their_folder(monkeypatch, tmp_path):
 def test_search_has_the_configs_numbers():
   scores = [
     tools.read(tiny_config(**{"search.k1": k1, "search.b": b}))
-    .search.search(["river France capital"], 3)[0][0]
+    .library.engine.search(["river France capital"], 3)[0][0]
     .score
     for k1, b in ((0.9, 0.4), (2.0, 0.4), (0.9, 1.0))
   ]
@@ -74,7 +74,8 @@ def test_hashes_follow_what_they_name(tmp_path):
   texts = tools.read(config)
   base = dict(tools.assemble(config, texts).hashes)
   assert base == dict(tools.assemble(config, texts).hashes)
-  less = dataclasses.replace(texts, passages=texts.passages[:-1])
+  other = dataclasses.replace(texts.library, digest="of other passages")
+  less = dataclasses.replace(texts, library=other)
   fewer = dataclasses.replace(texts, fixed=texts.fixed[:-1])
   for changed, names in ((less, {"corpus", "index"}), (fewer, {"questions"})):
     found = tools.assemble(config, changed).hashes

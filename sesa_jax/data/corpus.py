@@ -34,48 +34,99 @@ _TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
 def load(
   paths: str | Path | Iterable[str | Path], *, passage_words: int = 100
 ) -> tuple[Passage, ...]:
-  """Reads corpora and cuts them into passages.
+  """Reads corpora and cuts them into passages, which must fit into memory.
+
+  Args:
+    paths: files and folders, see the module's docstring.
+    passage_words: see `stream`.
+
+  Returns:
+    what `stream` yields.
+
+  Raises:
+    ValueError: see `stream`; or an id is used twice, or there is no passage.
+  """
+  paths = [paths] if isinstance(paths, str | Path) else list(paths)
+  passages: dict[str, Passage] = {}
+  for passage in stream(paths, passage_words=passage_words):
+    if passages.setdefault(passage.id, passage) is not passage:
+      raise repeated(passage.id, _named(paths))
+  if not passages:
+    raise ValueError(f"The corpus ({_named(paths)}) holds no passage.")
+  return tuple(passages.values())
+
+
+def stream(
+  paths: Iterable[str | Path], *, passage_words: int
+) -> Iterator[Passage]:
+  """Yields the passages of corpora in the order of the files, one by one.
 
   Args:
     paths: files and folders, see the module's docstring.
     passage_words: words a passage holds at most; a short rest joins the
       passage before it, so that one may hold a quarter more.
 
-  Returns:
-    passages in the order of the files. A document of one passage gives it its
-    id, a longer one gives `id#0`, `id#1`, ..
+  Yields:
+    passages. A document of one passage gives it its id, a longer one gives
+    `id#0`, `id#1`, ..
 
   Raises:
-    ValueError: a missing or unknown file, a document without id or text (names
-      file and line), an id used twice, no passage at all.
+    ValueError: a missing or unknown file, or a document without id or text
+      (names file and line).
   """
   if passage_words < 1:
     raise ValueError(f"search.passage_words={passage_words}; at least 1.")
-  paths = [paths] if isinstance(paths, str | Path) else list(paths)
-  passages: dict[str, Passage] = {}
   for path in map(Path, paths):
     for document in _documents(path):
       pieces = cut(document.text, passage_words)
       for i, text in enumerate(pieces):
         id = document.id if len(pieces) == 1 else f"{document.id}#{i}"
-        if id in passages:
-          raise ValueError(
-            f"{path}: the id {id!r} is used twice. Every document of a corpus "
-            f"needs an id of its own."
-          )
-        passages[id] = Passage(id, document.title, text)
-  if not passages:
-    named = ", ".join(map(str, paths)) or "no path"
-    raise ValueError(f"The corpus ({named}) holds no passage.")
-  return tuple(passages.values())
+        yield Passage(id, document.title, text)
+
+
+def repeated(id: str, where: str = "The corpus") -> ValueError:
+  """Returns what to raise where an id is used twice."""
+  return ValueError(
+    f"{where}: the id {id!r} is used twice. Every document of a corpus needs "
+    "an id of its own."
+  )
+
+
+def files(paths: Iterable[str | Path]) -> list[Path]:
+  """Returns the files that corpora consist of, in order.
+
+  Raises:
+    ValueError: there is no such file or folder.
+  """
+  found: list[Path] = []
+  for path in map(Path, paths):
+    if not path.exists():
+      raise ValueError(f"No corpus at {path}: there is no such file or folder.")
+    found += sorted(path.rglob("*.json")) if path.is_dir() else [path]
+  return found
+
+
+def _named(paths: Iterable[str | Path]) -> str:
+  return ", ".join(map(str, paths)) or "no path"
 
 
 def digest(passages: Sequence[Passage]) -> str:
-  """Returns the SHA-256 of ids, titles and texts, in order, as hex digits."""
+  """Returns the SHA-256 of the passages' lines, in order, as hex digits."""
   sha = hashlib.sha256()
-  for p in passages:
-    sha.update(json.dumps([p.id, p.title, p.text]).encode() + b"\n")
+  for passage in passages:
+    sha.update(line(passage))
   return sha.hexdigest()
+
+
+def line(passage: Passage) -> bytes:
+  """Returns a passage's id, title and text as a line of JSON."""
+  text = json.dumps([passage.id, passage.title, passage.text])
+  return text.encode() + b"\n"
+
+
+def contents(passage: Passage) -> str:
+  """Returns Search-R1's `contents`, which `split_contents` splits again."""
+  return f'"{passage.title}"\n{passage.text}'
 
 
 def split_contents(contents: str) -> tuple[str, str]:
@@ -84,7 +135,10 @@ def split_contents(contents: str) -> tuple[str, str]:
   The title is the first line, in double quotes; one line alone is the text.
   """
   title, newline, text = contents.strip().partition("\n")
-  return (title.strip().strip('"'), text.strip()) if newline else ("", title)
+  title = title.strip()
+  if not newline:
+    return "", title
+  return title.removeprefix('"').removesuffix('"').strip(), text.strip()
 
 
 def cut(text: str, words: int) -> list[str]:

@@ -8,39 +8,30 @@ run pays once; a `Ledger` counts tokens and money and keeps to a budget.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import email.utils
-import errno
 import hashlib
 import json
 import math
-import os
 import re
-import sqlite3
 import threading
 import time
-import urllib.parse
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import diskcache
 import openai
 import tenacity
 from absl import logging
 
-from sesa_jax import metrics
-from sesa_jax.judge.ledger import OUTAGES, TRANSIENT, Ledger, Usage
+from sesa_jax import metrics, remote
+from sesa_jax.judge.ledger import Ledger, Usage
 
-_ACCESS = (401, 402, 403, 404, 405, 407)
 _SHOWN = 10_000  # characters of a failing reply that are kept
 _REPAIR = (
   "Your reply cannot be used: {problem}. Reply once more, in exactly the form "
   "that was asked for and nothing else."
 )
-_back_off = tenacity.wait_random_exponential(multiplier=0.5, max=20)
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -57,7 +48,7 @@ class Failure:
   @property
   def outage(self) -> bool:
     """Whether the same call may be answered later."""
-    return self.kind in OUTAGES
+    return self.kind in remote.OUTAGES
 
   def __str__(self) -> str:
     return f"{self.kind}: {self.detail}"
@@ -191,14 +182,19 @@ class Chat:
     ):
       if not (least <= value < math.inf and value):
         raise ValueError(f"A judge's {name} = {value}: it must be positive.")
-    self.base_url, self.model = _url(base_url), model
+    self.base_url = remote.check_url(base_url, "The judge's base_url")
+    self.model = model
     self.ledger = ledger or Ledger()
-    self._key = _key(key_env)
+    self._key = _NO_KEY
+    if key_env:
+      self._key = remote.read_key(key_env, "The judge's key")
     self._sampling = {"temperature": temperature}
     self._extra = dict(extra or {})
     self._concurrency, self._tries = concurrency, tries
     self._deadline, self._try_seconds = deadline, try_seconds
-    self._cache = _open(cache) if cache else None
+    self._cache = None
+    if cache:
+      self._cache = remote.open_cache(cache, "The judge's cache")
     self._log = Path(log) if log else None
     self._lock = threading.Lock()
     self._sleep = sleep
@@ -268,7 +264,7 @@ class Chat:
   def _kept(self, keys, parse) -> dict[str, Any]:
     found = {}
     for key in keys if self._cache is not None else ():
-      with self._disk():
+      with remote.disk(self._cache):
         row = self._cache.get(key, retry=True)
       try:
         if row is not None:
@@ -279,17 +275,8 @@ class Chat:
 
   def _keep(self, key: str, text: str) -> None:
     if self._cache is not None:
-      with self._disk():
+      with remote.disk(self._cache):
         self._cache.set(key, {"text": text}, retry=True)
-
-  @contextlib.contextmanager
-  def _disk(self) -> Iterator[None]:
-    """Makes an error of the cache's database one of the disk."""
-    try:
-      yield
-    except sqlite3.Error as error:
-      folder = self._cache.directory
-      raise OSError(errno.EIO, str(error), folder) from error
 
   async def _ask(self, bodies, parse, tokens) -> dict[str, Any]:
     slots = asyncio.Semaphore(self._concurrency)
@@ -304,7 +291,7 @@ class Chat:
         failed = isinstance(answer, Failure)
         if not failed:
           lost = 0
-        elif answer.kind in (*TRANSIENT, "access"):
+        elif answer.kind in (*remote.TRANSIENT, "access"):
           lost += 1
         return answer
 
@@ -328,9 +315,11 @@ class Chat:
     trying = tenacity.AsyncRetrying(
       sleep=self._sleep,
       stop=stop,
-      wait=lambda state: state.outcome.result().retry_after + _back_off(state),
+      wait=lambda state: (
+        state.outcome.result().retry_after + remote.back_off(state)
+      ),
       retry=tenacity.retry_if_result(
-        lambda r: isinstance(r, Failure) and r.kind in TRANSIENT
+        lambda r: isinstance(r, Failure) and r.kind in remote.TRANSIENT
       ),
       before_sleep=lambda state: self.ledger.count("retries"),
       retry_error_callback=lambda state: state.outcome.result(),
@@ -410,47 +399,6 @@ class Chat:
 
 
 _NO_KEY = "none"  # the client insists on one
-
-
-def _key(name: str) -> str:
-  if not name:
-    return _NO_KEY
-  key = os.environ.get(name, "").strip()
-  if not key:
-    raise ValueError(
-      f"The judge's key is to be in the environment variable {name}, which is "
-      f"not set. Set it (export {name}=...), or name no variable if the "
-      "endpoint needs no key."
-    )
-  return key
-
-
-def _url(base_url: str) -> str:
-  parts = urllib.parse.urlsplit(base_url)
-  if parts.username or parts.password or parts.query:
-    raise ValueError(
-      "The judge's base_url holds a user, a password or a query, and would be "
-      "written down. Put the key into an environment variable."
-    )
-  if parts.scheme not in ("http", "https") or not parts.hostname:
-    raise ValueError(
-      f"The judge's base_url {base_url!r} is no http:// or https:// URL, such "
-      "as http://localhost:8000/v1."
-    )
-  return base_url.rstrip("/")
-
-
-def _open(folder: str | Path) -> diskcache.Cache:
-  try:
-    # JSON, not pickle; and nothing is ever thrown out to save space.
-    return diskcache.Cache(
-      str(folder), disk=diskcache.JSONDisk, eviction_policy="none"
-    )
-  except sqlite3.DatabaseError as error:
-    raise ValueError(
-      f"The judge's cache {folder} cannot be opened ({error}). Remove it, or "
-      "name another folder."
-    ) from error
 
 
 # --- what came -------------------------------------------------------------
@@ -533,26 +481,9 @@ def _repair(messages: Messages, failure: Failure) -> list[Mapping[str, str]]:
 def _refused(error: openai.APIStatusError) -> Failure:
   """Types an answer that is no 200."""
   code, shown = error.status_code, error.response.text[:_SHOWN]
-  if code == 429:
-    kind = "rate_limit"
-  elif code >= 500 or code in (408, 409, 425):
-    kind = "server"
-  elif code < 400 or code in _ACCESS:
-    kind, shown = "access", ""  # its text may repeat a part of the key
-  else:
-    kind = "rejected"
-  wait = retry_after(error.response.headers.get("retry-after", ""), time.time())
+  kind = remote.kind_of_status(code)
+  if kind == "access":
+    shown = ""  # its text may repeat a part of the key
+  header = error.response.headers.get("retry-after", "")
+  wait = remote.retry_after(header, time.time())
   return Failure(kind, f"HTTP {code}", shown, wait)
-
-
-def retry_after(header: str, now: float) -> float:
-  """Seconds that a Retry-After header asks for: a number or a date; else 0."""
-  try:
-    seconds = float(header)
-  except ValueError:
-    try:
-      date = email.utils.parsedate_to_datetime(header)
-    except ValueError:
-      return 0.0
-    seconds = date.timestamp() - now
-  return max(0.0, seconds) if math.isfinite(seconds) else 0.0
