@@ -47,8 +47,8 @@ def test_a_query_is_asked_once(tmp_path):
   assert engine.calls[1:] == [["c"]]
   one.search(["a", "b", "c", "d"], 2)
   found = base.total([ledger.drain("s"), ledger.drain("s")], "s")
-  assert (found["s/cache_hits"], found["s/cache_misses"]) == (3, 1)
-  assert found["s/hit_rate"] == pytest.approx(3 / 4)
+  assert (found["s/cache_hits"], found["s/cache_misses"]) == (4, 2)
+  assert found["s/hit_rate"] == pytest.approx(4 / 6)
 
 
 def test_another_engine_and_another_k_are_other_keys(tmp_path):
