@@ -202,8 +202,10 @@ def test_the_others_are_asked_at_once_when_one_is_down():
 
 def test_one_that_refuses_us_is_passed_over():
   with Server(then=gives({}, 403)) as closed, Server(then=answers) as up:
+    both = client(closed, up)
     for _ in range(2):
-      assert client(closed, up).search(["a"], 1) == [(passage("a"),)]
+      assert both.search(["a"], 1) == [(passage("a"),)]
+  assert len(closed.requests) == 1
 
 
 def test_an_address_without_a_server_is_passed_over():
