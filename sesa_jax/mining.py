@@ -297,6 +297,7 @@ def distill(
     raise ValueError(f"--out={out}: name a .jsonl file.")
   if Path(out).exists():
     raise ValueError(f"--out={out} exists. Name another.")
+  tools_lib.check_distillation(config)
   config = config.copy_and_resolve_references()
   with config.unlocked():  # these are of runs
     config.distillation.admit, config.bank.frozen = True, False

@@ -151,15 +151,7 @@ def check(config: Any) -> None:
   one_of = grpo.one_of
   one_of("policy.template", config.policy.template, prompts.TEMPLATES)
   one_of("verifier.answerer", config.verifier.answerer, ANSWERERS)
-  one_of("distillation.distiller", config.distillation.distiller, DISTILLERS)
-  one_of("distillation.keep", config.distillation.keep, distillation.KEEPS)
-  distillation.check_consolidate(config.distillation.consolidate)
-  if config.distillation.distiller == "solver" and not config.distillation.wait:
-    raise ValueError(
-      "distillation.wait = False lets skills be written beside rollouts, which "
-      "the solver plays itself: for distillation.distiller = 'solver' it must "
-      "be True."
-    )
+  check_distillation(config)
   one_of("search.engine", config.search.engine, engines.ENGINES)
   one_of("seeds.source", config.seeds.source, SEED_SOURCES)
   one_of("bank.arm", config.bank.arm, ARMS)
@@ -181,13 +173,6 @@ def check(config: Any) -> None:
     )
   skill_bank.check_fields(config.bank.fields)
   validity.check_refill(config.pool.refill)
-  frontier.check(
-    reward=config.frontier.reward,
-    invalid=config.challenger.invalid,
-    gate=config.frontier.gate,
-    low=config.frontier.low,
-    high=config.frontier.high,
-  )
   for name in ROLES:
     role = config[name]
     one_of(f"{name}.loss", role.loss, grpo.LOSSES)
@@ -202,7 +187,6 @@ def check(config: Any) -> None:
     )
   one_of("policy.attention", config.policy.attention, ATTENTIONS)
   one_of("engine.cache", config.engine.cache, CACHES)
-  _check_ranges(config)
   fsdp, tensor = mesh_sizes(config)
   mesh = sharding.mesh(fsdp, tensor)
   if distributed.count() > 1 and mesh.size < len(jax.devices()):
@@ -227,6 +211,32 @@ def check(config: Any) -> None:
       f"bank.prime = {config.bank.prime!r} holds more skills than "
       f"bank.capacity = {config.bank.capacity}."
     )
+
+
+def check_distillation(config: Any) -> None:
+  """Refuses values by which no skill could be written; a part of `check`.
+
+  Raises:
+    ValueError: a choice is unknown, or a number is out of range.
+  """
+  one_of, settings = grpo.one_of, config.distillation
+  one_of("distillation.distiller", settings.distiller, DISTILLERS)
+  one_of("distillation.keep", settings.keep, distillation.KEEPS)
+  distillation.check_consolidate(settings.consolidate)
+  if settings.distiller == "solver" and not settings.wait:
+    raise ValueError(
+      "distillation.wait = False lets skills be written beside rollouts, which "
+      "the solver plays itself: for distillation.distiller = 'solver' it must "
+      "be True."
+    )
+  frontier.check(
+    reward=config.frontier.reward,
+    invalid=config.challenger.invalid,
+    gate=config.frontier.gate,
+    low=config.frontier.low,
+    high=config.frontier.high,
+  )
+  _check_ranges(config)
 
 
 def check_judge(config: Any) -> None:

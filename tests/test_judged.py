@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from configs import qwen3_4b
-from sesa_jax import loop, metrics, types
+from sesa_jax import loop, metrics, records, types
 from sesa_jax import state as state_lib
 from sesa_jax import tools as tools_lib
 from sesa_jax.judge import verdicts
@@ -277,21 +277,25 @@ def known(name):
   return scripted._answers()[name]
 
 
-def test_questions_that_exact_match_settles_make_no_accuracy_of_1(tmp_path):
-  """All their attempts are right, and so none was asked about."""
-
-  def some(handler):
-    found = blocks(handler.asked)
-    (body(b"", 503) if "candidate" in found else obliging)(handler)
-
-  with Server(then=some) as server:
-    config = paper_judge(server, lost_limit=1.0)
-    world, state, _ = begun(config, tmp_path)
-    with silent() as progress:
-      _, record = loop.iteration(state, world, config, progress)
-  assert record.metrics["solver/questions_unknown"] > 0
-  assert "solver/reward/mean" not in record.metrics
-  assert "frontier/fraction" not in record.metrics
+def test_above_2_percent_unknown_no_success_rate_is_given():
+  """Those that are left are right, since exact match needs no judge."""
+  question = types.Question("q", "Who?", ("x",), 1, "", "fixed")
+  right, unknown = (
+    types.Attempt(question, None, "x", verdict, ())
+    for verdict in (types.Verdict.RIGHT, types.Verdict.UNKNOWN)
+  )
+  rates = {
+    "solver/reward/mean": 1.0,
+    "solver/success/answered": 1.0,
+    "challenger/success/mean": 1.0,
+    "frontier/fraction": 0.0,
+  }
+  found = rates | {"frontier/recorded": 0}
+  few = records.edge_metrics(found, [right] * 98 + [unknown] * 2)
+  assert few == found | {"solver/verdicts/unknown": 0.02}
+  many = records.edge_metrics(found, [right] * 97 + [unknown] * 3)
+  assert many == {"frontier/recorded": 0, "solver/verdicts/unknown": 0.03}
+  assert records.edge_metrics({}, []) == {"solver/verdicts/unknown": 0.0}
 
 
 def test_an_outage_of_the_distiller_alone_stops_nothing(tmp_path):

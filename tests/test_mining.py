@@ -101,12 +101,13 @@ def test_a_verdict_that_is_given_stands(tmp_path):
     line("Rome", verdict="wrong"),
     line("Roma", verdict="right"),
     line("Rome", question_id="x", verdict="right"),
+    line("Bonn", question_id="x", verdict="wrong"),
     line("Bonn", question_id="x", verdict="unknown"),
   )
   _, groups = mining.read([path])
   assert [[a.verdict.value for a in group] for group in groups] == [
     ["wrong", "right"],
-    ["right", "unknown"],
+    ["right", "wrong", "unknown"],
   ]
   # An unknown attempt takes its question out, as in a run.
   found = mining.failures(groups, tiny_config(), words)
@@ -367,6 +368,26 @@ def test_the_policy_writes_where_nothing_can_be_searched(tmp_path):
   last = record_lib.read_rows(out)[-1]
   assert last["origin"] == "solver"
   assert last["description"] == scripted.SKILL["description"]
+
+
+@pytest.mark.parametrize(
+  ("changes", "says_"),
+  [
+    ({"distillation.distiller": "x"}, "'x'. Choices: chat, solver, offline"),
+    ({"distillation.consolidate": "x"}, "'x'. Choices: single, cluster"),
+    ({"frontier.gate": "x"}, "'x'. Choices: frontier"),
+    ({"distillation.max_records": 0}, "distillation.max_records = 0"),
+    ({"distillation.distiller": "chat"}, "'chat' asks a model"),
+  ],
+)
+def test_a_config_is_refused_before_anything_is_read(changes, says_, tmp_path):
+  out = str(tmp_path / "skills.jsonl")
+  with pytest.raises(ValueError, match=says_):
+    mining.distill(tiny_config(**changes), ["no such file"], out)
+  if "'chat'" in says_:  # said before self-play, not after it
+    with pytest.raises(ValueError, match=says_):
+      mining.mine(tiny_config(**changes), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 # --- mining ------------------------------------------------------------------
