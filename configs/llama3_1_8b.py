@@ -21,6 +21,6 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.name = "llama3_1_8b"
   config.policy.path = "assets:llama3-1-8b"
   config.machines = common.paper_machines(
-    rollout_tensor=4, offload=True, pages=dict(v5e=2000)
+    rollout_tensor=4, offload=True, pages=dict(v5e=2000, v6e=3400)
   )
   return common.finish(config, variant)

@@ -20,6 +20,6 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.name = "qwen3_4b"
   config.policy.path = "assets:qwen3-4b"
   config.machines = common.paper_machines(
-    rollout_tensor=4, pages=dict(v5e=1600)
+    rollout_tensor=4, pages=dict(v5e=1600, v6e=5000)
   )
   return common.finish(config, variant)

@@ -20,6 +20,6 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.name = "qwen3_8b"
   config.policy.path = "assets:qwen3-8b"
   config.machines = common.paper_machines(
-    rollout_tensor=4, offload=True, pages=dict(v5e=1800, v5p=1400)
+    rollout_tensor=4, offload=True, pages=dict(v5e=1800, v5p=1400, v6e=3000)
   )
   return common.finish(config, variant)
