@@ -176,7 +176,9 @@ def get_config() -> ConfigDict:
         page_size=128,  # tokens
         pages=0,  # 0: as many as every slot at its longest needs
       ),
+      language="english",  # or "module:NAME", a `language.Language`
       environment=dict(
+        kind="search_qa",  # or "module:NAME", a subclass of `SearchQA`
         passages_per_search=3,  # SSP
         observation_tokens=768,  # ours
         max_malformed=1,  # ours

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,7 @@ from sesa_jax import prompts
 from sesa_jax.language import Language
 from sesa_jax.types import Passage, Pause, Reply, SearchEngine, SearchFailure
 
-# What the turns of each role may hold. All but `search` end the episode.
-ROLES = {
-  "solver": ("search", "answer"),
-  "challenger": ("search", "question"),
-  "evidence": ("answer",),
-}
-_TAGS = ("think", "information", "search", "answer", "question")
-_ANY_TAG = re.compile(rf"</?(?:{'|'.join(_TAGS)})>", re.IGNORECASE)
+FINAL = ("answer", "question")  # actions that end an episode
 _OPEN, _CLOSE = "\n\n<information>", "</information>\n\n"
 _NOTHING = "No passage was found."
 # An observation with fewer tokens of passages than this is not worth a turn.
@@ -137,7 +130,19 @@ class SearchQA:
     turn that was too long as "turn_tokens", unless a complete answer or
     question stands in it.
   * A lost search loses the episode; its error never becomes text.
+
+  Another tool is a subclass with its action in `ROLES`, a line about it in
+  `NOTES`, and an `act` that carries it out.
   """
+
+  # What the turns of each role may hold. All but `FINAL` get an observation.
+  ROLES: Mapping[str, tuple[str, ...]] = {
+    "solver": ("search", "answer"),
+    "challenger": ("search", "question"),
+    "evidence": ("answer",),
+  }
+  # What a role's instructions say of them beyond `prompts`.
+  NOTES: Mapping[str, str] = {}
 
   def __init__(
     self,
@@ -170,9 +175,10 @@ class SearchQA:
     Raises:
       ValueError: an unknown role, or observations too short for a passage.
     """
-    if role not in ROLES:
-      raise ValueError(f"Unknown role {role!r}. Choices: {', '.join(ROLES)}.")
-    self._actions = ROLES[role]
+    if role not in self.ROLES:
+      roles = ", ".join(self.ROLES)
+      raise ValueError(f"Unknown role {role!r}. Choices: {roles}.")
+    self._actions = self.ROLES[role]
     self._search = search
     self._tokenizer = tokenizer
     self._language = language
@@ -184,14 +190,16 @@ class SearchQA:
     self._executor = executor
     self._open, self._close = self._encode(_OPEN)[0], self._encode(_CLOSE)[0]
     self._least = len(self._open) + len(self._close) + MIN_PASSAGE_TOKENS
-    if "search" in self._actions and observation_tokens < self._least:
+    if set(self._actions) - set(FINAL) and observation_tokens < self._least:
       raise ValueError(
         f"environment.observation_tokens={observation_tokens} leaves no room "
         f"for a passage between its tags. Choose at least {self._least}."
       )
+    tags = sorted({"think", "information"}.union(*self.ROLES.values()))
     # As text of a passage, control tokens would become control ids.
     self._control = re.compile(
-      f"{_ANY_TAG.pattern}|{prompts.control_tokens(tokenizer)}", re.IGNORECASE
+      rf"</?(?:{'|'.join(tags)})>|{prompts.control_tokens(tokenizer)}",
+      re.IGNORECASE,
     )
 
   @property
@@ -200,7 +208,7 @@ class SearchQA:
     return tuple(f"</{action}>" for action in self._actions)
 
   def respond(self, pause: Pause) -> Reply | Future[Reply]:
-    """Answers a pause; a search is a future where there is an executor."""
+    """Answers a pause; what takes a tool is a future of the executor."""
     action = parse(
       self._tokenizer.decode(
         list(pause.ids),
@@ -212,7 +220,7 @@ class SearchQA:
       max_answer_words=self._max_answer_words,
       max_query_characters=self._max_query_characters,
     )
-    if action.kind in ("answer", "question"):
+    if action.kind in FINAL:
       return Reply("finish", (), action.kind, action.kind, action.argument)
     if pause.reason in ("turn_tokens", "episode_tokens"):
       return Reply("finish", finish=pause.reason)
@@ -228,8 +236,17 @@ class SearchQA:
       note = f"with {pause.room} tokens left"
       return _unexecuted("episode_tokens", action, note)
     if self._executor is None:
-      return self._observe(action.argument, pause.room)
-    return self._executor.submit(self._observe, action.argument, pause.room)
+      return self._observe(action, pause.room)
+    return self._executor.submit(self._observe, action, pause.room)
+
+  def act(self, action: Action) -> tuple[Passage, ...] | str | SearchFailure:
+    """Carries out an action that does not end the episode.
+
+    Returns:
+      Passages, or text, for the observation; a failure loses the episode.
+    """
+    (found,) = self._search.search([action.argument], self._passages)
+    return found
 
   def _correct(self, pause: Pause, action: Action) -> Reply:
     """Tells the policy what a turn should hold, or gives up."""
@@ -245,13 +262,17 @@ class SearchQA:
       "append", ids, "", "malformed", action.argument, note=action.note
     )
 
-  def _observe(self, query: str, room: int) -> Reply:
-    """Searches and renders what is found into at most `room` tokens."""
-    (found,) = self._search.search([query], self._passages)
+  def _observe(self, action: Action, room: int) -> Reply:
+    """Acts and renders what is found into at most `room` tokens."""
+    found, did = self.act(action), (action.kind, action.argument)
     if isinstance(found, SearchFailure):
-      return Reply("lost", (), "lost", "search", query, note=found.reason)
-    passages = tuple(self._neutral(p) for p in found[: self._passages])
-    text = prompts.passages_text(passages) if passages else _NOTHING
+      return Reply("lost", (), "lost", *did, note=found.reason)
+    passages = ()
+    if isinstance(found, str):
+      text = prompts.broken(self._control, found)
+    else:
+      passages = tuple(self._neutral(p) for p in found[: self._passages])
+      text = prompts.passages_text(passages) if passages else _NOTHING
     ids, ends = self._encode(text)
     budget = min(self._observation_tokens, room)
     kept = min(len(ids), budget - len(self._open) - len(self._close))
@@ -266,8 +287,7 @@ class SearchQA:
       "append",
       (*self._open, *ids[:kept], *self._close),
       "",
-      "search",
-      query,
+      *did,
       passages[:seen],
     )
 

@@ -208,3 +208,4 @@ class English:
 
 
 ENGLISH = English()
+LANGUAGES = {"english": ENGLISH}

@@ -248,6 +248,7 @@ def _check(weights, posed, pool, world, config, number) -> Checked:
     max_tokens=verifier.max_tokens,
     size=size,
     refused=refused,
+    embed=lambda texts: tools.encoder.encode(texts, "query"),
     probes=verifier.probes,
     refill=config.pool.refill,
     empty_every=config.pool.empty_every,

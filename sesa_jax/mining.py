@@ -20,7 +20,7 @@ from absl import logging
 from sesa_jax import loop, metrics, report, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.judge import scoring
-from sesa_jax.language import ENGLISH, as_targets, question_key
+from sesa_jax.language import as_targets, question_key
 from sesa_jax.search import engines
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.skills import life
@@ -253,7 +253,7 @@ def failures(
           iteration=iteration,
           passage_tokens=config.distillation.passage_tokens,
           count_tokens=count_tokens,
-          language=ENGLISH,
+          language=tools_lib.language(config),
           contrast=config.distillation.contrast,
         )
       )
@@ -347,7 +347,7 @@ def distill(
       write(cases),
       origin=origin or config.distillation.distiller,
       encoder=encoder,
-      language=ENGLISH,
+      language=tools_lib.language(config),
       iteration=0,
       threshold=config.encoder.threshold,
     )

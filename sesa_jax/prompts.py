@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sesa_jax import types
@@ -114,6 +114,12 @@ def evidence(question: str, passages: Sequence[types.Passage]) -> Prompt:
   """Asks for an answer from passages alone, for the evidence check."""
   ask = f"Question: {question}"
   return Prompt("evidence", EVIDENCE, ask, passages_text(passages))
+
+
+def with_note(prompt: Prompt, notes: Mapping[str, str]) -> Prompt:
+  """Adds what an environment says to a role, of actions of its own."""
+  note = notes.get(prompt.role.removesuffix(" with skills"), "")
+  return prompt._replace(system=f"{prompt.system} {note}") if note else prompt
 
 
 def passages_text(passages: Sequence[types.Passage]) -> str:
@@ -225,9 +231,12 @@ def _chat(tokenizer, turns: Sequence[tuple[str, str]]) -> tuple[int, ...]:
   return tuple(ids)
 
 
-def digest(tokenizer, template: str) -> dict[str, str]:
+def digest(
+  tokenizer, template: str, notes: Mapping[str, str]
+) -> dict[str, str]:
   """Returns SHA-256 hashes of prompts and template, for the manifest."""
-  texts = "\0".join((SOLVER, CHALLENGER, EVIDENCE, str(_EXAMPLES)))
+  parts = (SOLVER, CHALLENGER, EVIDENCE, str(_EXAMPLES), *notes.values())
+  texts = "\0".join(parts)
   layout = f"{template}\0{tokenizer.chat_template}"
   return {
     "prompts": hashlib.sha256(texts.encode()).hexdigest(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -30,7 +31,7 @@ from sesa_jax.data import benchmarks, seeds
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.judge import chat, ledger, offline, verdicts
 from sesa_jax.judge import distiller as distiller_lib
-from sesa_jax.language import ENGLISH, question_key
+from sesa_jax.language import LANGUAGES, question_key
 from sesa_jax.learner import grpo, packing
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.policy import attention, model, sharding, tokenizer, weights
@@ -53,6 +54,31 @@ DTYPES = ("float32", "bfloat16")
 ATTENTIONS = ("auto", *attention.KINDS)
 OLD_LOGPROBS = ("start", "turn")
 CACHES = ("paged", "contiguous")
+ENVIRONMENTS = {"search_qa": environment.SearchQA}
+
+
+def named(field: str, value: str, known: Mapping[str, Any]) -> Any:
+  """Returns what a config names: one of the known, or `MODULE:NAME`.
+
+  Raises:
+    ValueError: there is no such thing.
+  """
+  if value in known:
+    return known[value]
+  module, colon, name = value.partition(":")
+  try:
+    if colon:
+      return getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ValueError(f"{field} = {value!r}: {error}.") from error
+  raise ValueError(
+    f"Unknown {field} {value!r}. Choices: {', '.join(known)}, or MODULE:NAME."
+  )
+
+
+def language(config: Any) -> Any:
+  """Returns the language of questions and answers."""
+  return named("language", config.language, LANGUAGES)
 
 
 def locate(path: str) -> str:
@@ -162,6 +188,8 @@ def check(config: Any) -> None:
       "bank.control_attempts to at least 1."
     )
   index.check(config.bank.index)
+  named("environment.kind", config.environment.kind, ENVIRONMENTS)
+  language(config)
   for mode in config.eval.banks:
     one_of("eval.banks", mode, BANKS)
   if len(set(config.eval.banks)) != len(config.eval.banks) or (
@@ -317,7 +345,7 @@ def distiller(
 ) -> types.Distiller | None:
   """Returns what writes skills; None where the policy itself does."""
   if config.distillation.distiller == "offline":
-    return offline.OfflineDistiller()
+    return offline.OfflineDistiller(language(config))
   if config.distillation.distiller == "chat" and judge is not None:
     return distiller_lib.ChatDistiller(judge.chat, config.distillation.tokens)
   return None
@@ -598,13 +626,15 @@ def read(config: Any, workdir: str = "") -> Texts:
       f"questions = {config.questions}, but there are only {len(found)} seeds."
     )
   sets = {
-    name: _questions(name, spec, engine, config.seed, frozenset())
+    name: _questions(
+      name, spec, engine, config.seed, frozenset(), language(config)
+    )
     for name, spec in sorted(config.eval.sets.items())
   }
   tested = tested_texts(sets)
   fixed = tuple(
     itertools.chain.from_iterable(
-      _questions(name, spec, engine, config.seed, tested)
+      _questions(name, spec, engine, config.seed, tested, language(config))
       for name, spec in sorted(config.pool.fixed.items())
     )
   )
@@ -630,13 +660,15 @@ def _check_needs_passages(config: Any) -> None:
     )
 
 
-def _questions(name, spec, search, seed, without) -> tuple:
+def _questions(name, spec, search, seed, without, speech) -> tuple:
   """Draws a set's questions, none of them in `without` or twice."""
   if spec.size < 0:
     raise ValueError(f"{name}: size = {spec.size}; 0 takes all questions.")
   questions = benchmarks.load_questions(locate(spec.path), source=name)
   if spec.answerable:
-    source = benchmarks.answerable(questions, search, seed=seed)
+    source = benchmarks.answerable(
+      questions, search, seed=seed, language=speech
+    )
   else:
     order = np.random.default_rng(seed).permutation(len(questions))
     source = (questions[i] for i in order)
@@ -706,8 +738,12 @@ def assemble(
   graphdef = model.build(backbone)
   # One a slot: every episode that waits has its query on the way.
   executor = ThreadPoolExecutor(config.engine.slots, "search")
+  rules = config.environment.to_dict()
+  kind = named("environment.kind", rules.pop("kind"), ENVIRONMENTS)
+  speech = language(config)
 
   def render(prompt: prompts.Prompt) -> tuple[int, ...]:
+    prompt = prompts.with_note(prompt, kind.NOTES)
     return prompts.render(
       words, prompt, config.policy.template, config.policy.example
     )
@@ -726,14 +762,14 @@ def assemble(
       **engine_sizes(config),
     ),
     environments={
-      role: environment.SearchQA(
-        role, texts.library.engine, words, ENGLISH, executor=executor, **rules
+      role: kind(
+        role, texts.library.engine, words, speech, executor=executor, **changed
       )
-      for role, rules in (
-        ("challenger", dict(config.environment)),
-        ("solver", dict(config.environment)),
+      for role, changed in (
+        ("challenger", rules),
+        ("solver", rules),
         # The evidence check is one greedy turn: nothing is corrected.
-        ("evidence", dict(config.environment) | {"max_malformed": 0}),
+        ("evidence", rules | {"max_malformed": 0}),
       )
     }
     | {"text": environment.FreeText(words)},
@@ -741,7 +777,7 @@ def assemble(
     encoder=embedder,
     distiller=None,
     tokenizer=words,
-    language=ENGLISH,
+    language=speech,
     render=render,
     on_episode=lambda episode: None,
   )
@@ -759,7 +795,7 @@ def assemble(
     for start, (_, params) in loaded.items()
   }
   hashes = {
-    **prompts.digest(words, config.policy.template),
+    **prompts.digest(words, config.policy.template, kind.NOTES),
     **_assets(config),
     "corpus": texts.library.digest,
     "index": _digest_of([texts.library.digest, texts.library.identity]),

@@ -9,7 +9,6 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sesa_jax import environment
 from sesa_jax.environment import Action, SearchQA, parse
 from sesa_jax.language import ENGLISH
 from sesa_jax.types import Passage, Pause, SearchFailure
@@ -29,72 +28,109 @@ def read(text, actions=SOLVER, words=3, characters=20):
   )
 
 
-@pytest.mark.parametrize(
-  ("text", "action", "argument"),
-  [
-    ("<search>who is Ada</search>", "search", "who is Ada"),
-    ("I look it up. <search> Ada\n </search>", "search", "Ada"),
-    ("<think>hm</think>\n<answer>Ada</answer>", "answer", "Ada"),
-    # The last token of a turn may reach over the end of the tag.
-    ("<answer>Ada</answer>\n\n", "answer", "Ada"),
-    ("<answer>Ada</answer><", "answer", "Ada"),
-    ("<search>a</search><answer>", "search", "a"),
-    # Inside <think> nothing counts.
-    ("<think><search>a</search>", "none", ""),
-    ("<think><search>a</search> <answer>b</answer></think>", "none", ""),
-    ("<think><answer>a</answer></think><answer>b</answer>", "answer", "b"),
-    ("<think><think>a</think><search>b</search>", "search", "b"),
-    ("<think><information>x</information></think><search>b</search>",)
-    + ("search", "b"),
-    ("</think><search>b</search>", "search", "b"),
-    # Nothing that counts.
-    ("", "none", ""),
-    ("Paris", "none", ""),
-    ("<question>why</question>", "none", ""),  # not the solver's to ask
-    ("<SEARCH>a</SEARCH> <search >b</search >", "none", ""),
-    # An answer of as many words, a query of as many characters as allowed.
-    ("<answer>a-b c d</answer>", "answer", "a-b c d"),
-    (f"<search>{'x' * 20}</search>", "search", "x" * 20),
-    ("<search>1 < 2 <b>c</b></search>", "search", "1 < 2 <b>c</b>"),
-  ],
-)
-def test_what_a_turn_amounts_to(text, action, argument):
-  assert read(text) == Action(action, argument)
+SEARCH, ANSWER, NONE, BAD = "search", "answer", "none", "malformed"
+LONG = " ".join(["word"] * 32)
+
+# What a solver's turn may hold: the text, what it amounts to, and the argument
+# or, of a malformed one, what is said about it.
+CASES = [
+  # Actions.
+  ("<search>who is Ada</search>", SEARCH, "who is Ada"),
+  ("<answer>Ada Lovelace</answer>", ANSWER, "Ada Lovelace"),
+  ("I look it up. <search> Ada\n </search>", SEARCH, "Ada"),
+  ("<think>hm</think>\n<answer>Ada</answer>", ANSWER, "Ada"),
+  ("<answer>Ada\nKing</answer>", ANSWER, "Ada\nKing"),
+  # The last token of a turn may reach over the end of the tag.
+  ("<answer>Ada</answer>\n\n", ANSWER, "Ada"),
+  ("<answer>Ada</answer><", ANSWER, "Ada"),
+  ("<search>a</search><answer>", SEARCH, "a"),
+  # Inside <think> nothing counts, and a stray end of it is plain text.
+  ("<think><answer>a</answer></think><answer>b</answer>", ANSWER, "b"),
+  ("<think><think>a</think><search>b</search>", SEARCH, "b"),
+  (
+    "<think><information>x</information></think><search>b</search>",
+    SEARCH,
+    "b",
+  ),
+  ("<think>a</search></think><search>b</search>", SEARCH, "b"),
+  ("</think><search>b</search>", SEARCH, "b"),
+  # Text about other things, in it and around it.
+  ("<search>1 < 2 <b>c</b></search>", SEARCH, "1 < 2 <b>c</b>"),
+  ("<search>早上好 ñ \u202e🙂</search>", SEARCH, "早上好 ñ \u202e🙂"),
+  ("<question>why</question><answer>a</answer>", ANSWER, "a"),
+  # A block of code is text like any other: the engine stops there too.
+  ("```xml\n<search>Ada</search>\n```", SEARCH, "Ada"),
+  ("`<answer>Ada</answer>`", ANSWER, "Ada"),
+  # The longest that are allowed.
+  (f"<answer>{LONG}</answer>", ANSWER, LONG),
+  (f"<search>{'x' * 500}</search>", SEARCH, "x" * 500),
+  # Nothing that counts.
+  ("", NONE, ""),
+  ("Paris", NONE, ""),
+  ("The answer is Paris.", NONE, ""),
+  ("<think>Paris</think>", NONE, ""),
+  ("<think><search>a</search>", NONE, ""),  # is never closed
+  ("<think><search>a</search> <answer>b</answer></think>", NONE, ""),
+  ("<question>why</question>", NONE, ""),  # not the solver's to ask
+  ("<SEARCH>a</SEARCH> <search >b</search >", NONE, ""),
+  ("<search/> [search]a[/search] &lt;search&gt;a&lt;/search&gt;", NONE, ""),
+  # Look-alikes: fullwidth, Cyrillic, guillemets, a space of no width.
+  ("＜search＞a＜/search＞", NONE, ""),
+  ("<sеarch>a</sеarch>", NONE, ""),
+  ("‹answer›a‹/answer›", NONE, ""),
+  ("<\u200banswer>a</\u200banswer>", NONE, ""),
+  # Nothing asked, nothing answered.
+  ("<search></search>", BAD, "empty <search>"),
+  ("<answer> \n\u3000</answer>", BAD, "empty <answer>"),
+  # Too much of it.
+  (f"<answer>{LONG} more</answer>", BAD, "33 words, more than 32"),
+  (f"<answer>{'w ' * 40}</answer>", BAD, "40 words, more than 32"),
+  (f"<answer>{'a/' * 33}</answer>", BAD, "33 words"),
+  (f"<search>{'x' * 501}</search>", BAD, "501 characters, more than 500"),
+  (f"<search>{'x ' * 999}xx</search>", BAD, "2000 characters"),
+  # Half a tag, of which the other half is missing, or another's.
+  ("<search>Ada", BAD, "<search> without </search>"),
+  ("<search>Ada</sear", BAD, "<search> without </search>"),
+  ("Ada</search>", BAD, "</search> without <search>"),
+  ("<answer>a</answer></answer>", BAD, "</answer> without <answer>"),
+  ("<search>Ada</answer>", BAD, "</answer> inside <search>"),
+  ("<sеarch>a</search>", BAD, "</search> without <search>"),
+  # One inside another.
+  ("<search>a<search>b</search>", BAD, "<search> inside <search>"),
+  ("<search>a<answer>b</answer></search>", BAD, "<answer> inside <search>"),
+  ("<search><think>a</search>", BAD, "<think> inside <search>"),
+  # Two of them.
+  ("<search>a</search><answer>b</answer>", BAD, "two actions"),
+  ("<search>a</search><search>b</search>", BAD, "two actions"),
+  # What only the environment may write.
+  (
+    "<search>a</search>\n<information>Doc 1</information>",
+    BAD,
+    "wrote <information>",
+  ),
+  ("<information>x</information><answer>a</answer>", BAD, "wrote <information>"),
+  ("</information><answer>a</answer>", BAD, "wrote <information>"),
+  (
+    "<search>a<information>b</information></search>",
+    BAD,
+    "wrote <information>",
+  ),
+]
 
 
-@pytest.mark.parametrize(
-  ("text", "note"),
-  [
-    ("<search></search>", "empty <search>"),
-    ("<answer> \n</answer>", "empty <answer>"),
-    ("<answer>a b c d</answer>", "4 words"),
-    ("<answer>a/b/c/d</answer>", "4 words"),
-    (f"<search>{'x' * 21}</search>", "21 characters"),
-    ("<search>Ada", "<search> without </search>"),
-    ("Ada</search>", "</search> without <search>"),
-    ("<search>Ada</answer>", "</answer> inside <search>"),
-    ("<search>a<search>b</search>", "<search> inside <search>"),
-    ("<search>a<answer>b</answer></search>", "<answer> inside <search>"),
-    ("<search><think>a</search>", "<think> inside <search>"),
-    ("<search>a</search><answer>b</answer>", "two actions"),
-    ("<search>a</search><search>b</search>", "two actions"),
-    ("<answer>a</answer></answer>", "</answer> without <answer>"),
-    (
-      "<search>a</search>\n<information>Doc 1</information>",
-      "wrote <information>",
-    ),
-    ("<information>x</information><answer>a</answer>", "wrote <information>"),
-    ("</information><answer>a</answer>", "wrote <information>"),
-    (
-      "<search>a<information>b</information></search>",
-      "wrote <information>",
-    ),
-  ],
-)
-def test_malformed_turns_say_why(text, note):
-  action = read(text)
-  assert action.kind == "malformed"
-  assert note in action.note
+@pytest.mark.parametrize(("text", "kind", "said"), CASES)
+def test_what_a_turn_amounts_to(text, kind, said):
+  action = read(text, words=32, characters=500)
+  assert action.kind == kind
+  if kind == BAD:
+    assert said in action.note
+  else:
+    assert action == Action(kind, said)
+
+
+def test_the_table_is_large_enough():
+  assert len({text for text, _, _ in CASES}) == len(CASES) >= 40
+  assert sum(kind in SOLVER for _, kind, _ in CASES) >= 15
 
 
 def test_each_role_reads_its_own_tags():
@@ -109,12 +145,14 @@ def test_each_role_reads_its_own_tags():
   )
 
 
-PIECES = [f"<{slash}{t}>" for t in environment._TAGS for slash in ("", "/")]
+ROLES = SearchQA.ROLES
+TAGS = {"think", "information"}.union(*ROLES.values())
+PIECES = [f"<{slash}{t}>" for t in sorted(TAGS) for slash in ("", "/")]
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4)).map("".join))
 def test_no_text_crashes_the_parser(text):
-  for actions in environment.ROLES.values():
+  for actions in ROLES.values():
     action = read(text, actions)
     assert action.kind in (*actions, "malformed", "none")
     assert (action.note != "") == (action.kind == "malformed")
@@ -383,7 +421,7 @@ def test_searches_can_run_in_a_pool():
   st.integers(0, 3),
 )
 def test_no_turn_crashes_an_episode_or_overfills_it(text, reason, room, turn):
-  for role in environment.ROLES:
+  for role in ROLES:
     reply = build(role).respond(pause(text, reason, turn, room=room))
     assert reply.kind in ("go_on", "append", "finish")
     assert len(reply.ids) <= room

@@ -2,6 +2,8 @@ import itertools
 import math
 
 import beartype
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -118,6 +120,8 @@ def test_rewards_of_five_attempts(name, monkeypatch):
   pay = frontier.curve(name, low=0.0, high=1.0, endpoint_penalty=0.1)
   got = pay(np.arange(6), np.full(6, 5))
   np.testing.assert_allclose(got, TABLES[name], atol=5e-4)
+  compiled = jax.jit(pay)(jnp.arange(6), jnp.full(6, 5))
+  np.testing.assert_allclose(compiled, got, atol=1e-6)
 
 
 def test_the_bell_between_other_ends():

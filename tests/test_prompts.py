@@ -281,11 +281,11 @@ def test_text_never_becomes_control_ids(family, base, template):
 
 def test_digest_changes_with_template_and_tokenizer():
   words = tokenizer.tiny()
-  one = prompts.digest(words, "native")
-  assert prompts.digest(words, "native") == one
-  assert prompts.digest(words, "ssp")["template"] != one["template"]
+  one = prompts.digest(words, "native", {})
+  assert prompts.digest(words, "native", {}) == one
+  assert prompts.digest(words, "ssp", {})["template"] != one["template"]
   words.chat_template += " "
-  two = prompts.digest(words, "native")
+  two = prompts.digest(words, "native", {})
   assert two["template"] != one["template"]
   assert two["prompts"] == one["prompts"]
 

@@ -20,6 +20,7 @@ KEYWORDS = dict(
   max_tokens=10_000,
   size=lambda question, passages: sum(len(p.text.split()) for p in passages),
   refused=lambda text: None,
+  embed=lambda texts: np.eye(len(texts)),
   probes=0,
   refill="replay",
   empty_every=10,
@@ -321,6 +322,50 @@ def test_no_candidate_asks_nothing():
 def test_a_seed_drawn_twice_is_an_error():
   with pytest.raises(ValueError, match=r"'1/a/0'.*different seeds"):
     check([proposal("a"), proposal("a")])
+
+
+# --- diversity --------------------------------------------------------------
+
+
+def test_how_much_alike_the_questions_of_a_challenger_are():
+  other = "Which very old bridge of the same city has nine arches, and why?"
+  proposals = [
+    proposal("a", hops=1),
+    proposal("b", text=TEXT.upper() + "!", searches=("one",)),
+    proposal("c", text=other, searches=("one", "two", "three")),
+    proposal("d", text=None, searches=(), hops=3),
+  ]
+  # Two at a right angle, and one between them at cosines .6 and .8.
+  rows = np.array([[1, 0], [0, 1], [0.6, 0.8]], np.float32)
+  seen = []
+
+  def embed(texts):
+    seen.append(texts)
+    return rows[: len(texts)]
+
+  _, _, pool, report = check(proposals, embed=embed)
+  assert seen == [[TEXT, TEXT.upper() + "!", other]]
+  assert report.metrics["challenger/duplicates"] == pytest.approx(1 / 3)
+  cosine = report.metrics["challenger/cosine"]
+  assert cosine == pytest.approx((0 + 0.6 + 0.8) / 3)
+  searches = {
+    name: value
+    for name, value in report.metrics.items()
+    if name.startswith("challenger/searches/")
+  }
+  assert searches == {
+    "challenger/searches/hops_1": 2,
+    "challenger/searches/hops_2": 2,  # one and three
+    "challenger/searches/hops_3": 0,
+  }
+  # Against all earlier iterations, valid or not, emptied pool or not.
+  pool = validity.Pool.from_json(json.loads(json.dumps(pool.to_json())))
+  again = [proposal("e", text=other), proposal("f", text="w " * 10 + "new")]
+  _, _, pool, report = check(again, pool, iteration=11)
+  assert len(pool.questions) == 2  # it was emptied before
+  assert report.metrics["challenger/duplicates"] == 0.5
+  assert check(again, pool)[3].metrics["challenger/duplicates"] == 1
+  assert "challenger/cosine" not in check([again[0]])[3].metrics
 
 
 # --- the pool ---------------------------------------------------------------

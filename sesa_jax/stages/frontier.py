@@ -14,6 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -23,11 +24,14 @@ from sesa_jax.learner import grpo
 
 VALID, UNVERIFIED = "valid", "unverified"  # of `Proposal.state`
 
-Count = Int[np.ndarray, "..."]
-Reward = Float[np.ndarray, "..."]
+Count = Int[np.ndarray | jax.Array, "..."]
+Reward = Float[np.ndarray | jax.Array, "..."]
 
 
 # --- what a success rate pays the challenger, k right of n ------------------
+#
+# Of numpy's arrays or jax's, so that they may stand inside `jax.jit`. A run's
+# are a few hundred numbers on the host, another count each time.
 
 
 def failure(right: Count, total: Count) -> Reward:
@@ -50,7 +54,8 @@ def bell(
   """
   p = right / total
   inside = 4 * (p - low) * (high - p) / (high - low) ** 2
-  return np.where((low < p) & (p < high), inside, 0.0 - endpoint_penalty)
+  xp = p.__array_namespace__()
+  return xp.where((low < p) & (p < high), inside, 0.0 - endpoint_penalty)
 
 
 def bell_zero(right: Count, total: Count, *, low: float, high: float) -> Reward:
@@ -60,18 +65,20 @@ def bell_zero(right: Count, total: Count, *, low: float, high: float) -> Reward:
 
 def dr_zero(right: Count, total: Count) -> Reward:
   """(n - k)/(n - 1) if 0 < k < n, else 0: the hardest solvable (Dr. Zero)."""
+  xp = total.__array_namespace__()
   inside = (0 < right) & (right < total)
-  return np.where(inside, (total - right) / np.maximum(total - 1, 1), 0.0)
+  return xp.where(inside, (total - right) / xp.maximum(total - 1, 1), 0.0)
 
 
 def r_zero(right: Count, total: Count) -> Reward:
   """1 - 2 |k/n - 1/2| (R-Zero, arXiv:2508.05004)."""
-  return 1 - 2 * np.abs(right / total - 0.5)
+  return 1 - 2 * abs(right / total - 0.5)
 
 
 def absolute_zero(right: Count, total: Count) -> Reward:
   """1 - k/n if k > 0, else 0 (Absolute Zero, arXiv:2505.03335)."""
-  return np.where(right > 0, 1 - right / total, 0.0)
+  xp = right.__array_namespace__()
+  return xp.where(right > 0, 1 - right / total, 0.0)
 
 
 def spice(right: Count, total: Count) -> Reward:
@@ -80,7 +87,8 @@ def spice(right: Count, total: Count) -> Reward:
   Source: SPICE, arXiv:2510.24684.
   """
   p = right / total
-  return np.exp(-((p * (1 - p) - 0.25) ** 2) / 0.02)
+  xp = p.__array_namespace__()
+  return xp.exp(-((p * (1 - p) - 0.25) ** 2) / 0.02)
 
 
 REWARDS = {

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from sesa_jax import types
 from sesa_jax.judge import scoring
@@ -274,10 +275,12 @@ class Pool:
   questions: tuple[types.Question, ...] = ()  # valid ones of challengers
   fixed: tuple[types.Question, ...] = ()  # that a run starts with
   recorded: frozenset[str] = frozenset()  # ids that have a failure record
+  asked: frozenset[str] = frozenset()  # digests of all texts ever proposed
 
   def to_json(self) -> dict[str, Any]:
     """Returns the pool as what JSON can hold."""
-    return dataclasses.asdict(self) | {"recorded": sorted(self.recorded)}
+    sets = dict(recorded=sorted(self.recorded), asked=sorted(self.asked))
+    return dataclasses.asdict(self) | sets
 
   @classmethod
   def from_json(cls, tree: Mapping[str, Any]) -> Pool:
@@ -290,14 +293,18 @@ class Pool:
       )
 
     return cls(
-      read(tree["questions"]), read(tree["fixed"]), frozenset(tree["recorded"])
+      read(tree["questions"]),
+      read(tree["fixed"]),
+      frozenset(tree["recorded"]),
+      frozenset(tree.get("asked", ())),  # older checkpoints have none
     )
 
 
 def emptied(pool: Pool, *, keep_fixed: bool) -> Pool:
   """Drops the challengers' questions, and the fixed ones unless kept."""
   fixed = pool.fixed if keep_fixed else ()
-  return Pool((), fixed, pool.recorded & {q.id for q in fixed})
+  recorded = pool.recorded & {q.id for q in fixed}
+  return Pool((), fixed, recorded, pool.asked)
 
 
 def remember(pool: Pool, failures: Iterable[types.FailureRecord]) -> Pool:
@@ -354,6 +361,7 @@ def check(
   max_tokens: int,
   size: Size,
   refused: Callable[[str], str | None],
+  embed: Callable[[Sequence[str]], Float[np.ndarray, "n E"]],
   probes: int,
   refill: str,
   empty_every: int,
@@ -376,6 +384,7 @@ def check(
     size: see `evidence_sets`.
     refused: the state of a question that may not be played although it keeps
       the rules: "over_budget", "contaminated" or None.
+    embed: see `diversity`.
     probes: candidates that are also asked with the noise alone and with
       nothing, for the metrics only; 0 is off.
     refill: `replay` fills slots from the pool, `mask` leaves them empty.
@@ -445,7 +454,10 @@ def check(
     rng = generator(seed, "replay", iteration)
     tasks = fill(valid, pool, slots, rng)
   # Afterwards, so that nothing is drawn in the iteration that it came from.
-  pool = dataclasses.replace(pool, questions=(*pool.questions, *valid))
+  varied, asked = diversity(decided, pool.asked, embed)
+  pool = dataclasses.replace(
+    pool, questions=(*pool.questions, *valid), asked=asked
+  )
 
   counts = Counter(states.values())
   metrics = {f"challenger/state/{s}": counts[s] for s in STATES}
@@ -459,9 +471,49 @@ def check(
     metrics[f"solver/origin/{origin}"] = origins[origin]
   if decided:
     metrics["challenger/valid_rate"] = counts["valid"] / len(decided)
-  metrics |= _guessable(evidence, answers, language)
+  metrics |= varied | _guessable(evidence, answers, language)
   rows = [_row(proposal, iteration) for proposal in decided]
   return decided, tasks, pool, types.Report(metrics, rows)
+
+
+def diversity(
+  proposals: Sequence[types.Proposal],
+  asked: frozenset[str],
+  embed: Callable[[Sequence[str]], Float[np.ndarray, "n E"]],
+) -> tuple[dict[str, float], frozenset[str]]:
+  """Says how much alike what the challenger writes is, valid or not.
+
+  * `challenger/duplicates`: the share of written questions whose normalised
+    text was proposed before, in this iteration or an earlier one.
+  * `challenger/cosine`: the mean over pairs of written questions,
+    (|sum_i e_i|^2 - n) / (n (n - 1)).
+  * `challenger/searches/hops_H`: searches made where the seed asks for H hops.
+
+  Args:
+    proposals: of an iteration.
+    asked: digests of the texts of earlier iterations.
+    embed: texts to unit rows [n, E].
+
+  Returns:
+    The metrics, and the digests with those of this iteration.
+  """
+  texts = [p.text for p in proposals if p.text is not None]
+  keys = [_digest(question_key(text)) for text in texts]
+  metrics = {}
+  if texts:
+    new = len(set(keys) - asked)
+    metrics["challenger/duplicates"] = 1 - new / len(texts)
+  if len(texts) > 1:
+    n, total = len(texts), embed(texts).sum(0, dtype=np.float64)
+    metrics["challenger/cosine"] = float(total @ total - n) / (n * (n - 1))
+  for hops in sorted({p.seed.hops for p in proposals}):
+    made = [len(queries(p)) for p in proposals if p.seed.hops == hops]
+    metrics[f"challenger/searches/hops_{hops}"] = float(np.mean(made))
+  return metrics, asked.union(keys)
+
+
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_refill(refill: str) -> None:
