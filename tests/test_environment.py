@@ -9,7 +9,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sesa_jax.environment import Action, SearchQA, parse
+from sesa_jax.environment import Action, FreeText, SearchQA, parse
 from sesa_jax.language import ENGLISH
 from sesa_jax.types import Passage, Pause, SearchFailure
 
@@ -108,7 +108,11 @@ CASES = [
     BAD,
     "wrote <information>",
   ),
-  ("<information>x</information><answer>a</answer>", BAD, "wrote <information>"),
+  (
+    "<information>x</information><answer>a</answer>",
+    BAD,
+    "wrote <information>",
+  ),
   ("</information><answer>a</answer>", BAD, "wrote <information>"),
   (
     "<search>a<information>b</information></search>",
@@ -433,7 +437,7 @@ def test_no_turn_crashes_an_episode_or_overfills_it(text, reason, room, turn):
 
 
 def test_a_text_is_all_that_was_written_before_the_turn_ended():
-  words = environment.FreeText(TOKENIZER)
+  words = FreeText(TOKENIZER)
   assert words.stops == ()
   text = '{"a": "<search>x</search>"}'
   reply = words.respond(pause(text, "eos"))

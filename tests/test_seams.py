@@ -70,7 +70,9 @@ def test_its_rules_stand_in_the_prompt_of_those_who_have_it():
   noted = prompts.with_note(plain, Calculator.NOTES)
   assert noted.system == f"{prompts.SOLVER} {Calculator.NOTES['solver']}"
   assert noted.user == plain.user
-  shown = prompts.with_note(prompts.solver("Why?", "A skill."), Calculator.NOTES)
+  shown = prompts.with_note(
+    prompts.solver("Why?", "A skill."), Calculator.NOTES
+  )
   assert shown.system == noted.system
   posed = prompts.challenger(types.Seed("s", ("x",), 1), 1)
   assert prompts.with_note(posed, Calculator.NOTES) == posed
@@ -115,8 +117,11 @@ def french_script(request, attempt, turn):
     return "<search>tour fleuve point dramaturge</search>"
   if turn == 1:
     return "<calculate>774 - 700</calculate>"
+  if attempt == 0:  # four words in French alone
+    return "<answer>l'eau d'or</answer>"
   # Right in French alone: the article is elided.
-  return f"<answer>L'{target}</answer>" if attempt else "<answer>Nul</answer>"
+  answer = f"L'{target}" if attempt > 1 else "Nul"
+  return f"<answer>{answer}</answer>"
 
 
 def test_a_french_world_with_a_calculator_runs(tmp_path, monkeypatch):
@@ -130,6 +135,8 @@ def test_a_french_world_with_a_calculator_runs(tmp_path, monkeypatch):
       "language": "tests.french:FRENCH",
       "environment.kind": "tests.calculator:Calculator",
       "environment.passages_per_search": 2,
+      "environment.max_answer_words": 3,
+      "verifier.tokens": 48,
       "corpus": (str(corpus),),
       "eval.sets": {},
       "pool.fixed": {},
@@ -146,12 +153,13 @@ def test_a_french_world_with_a_calculator_runs(tmp_path, monkeypatch):
   assert len(solved) == 3 * 4
   for row in solved:
     actions = [turn["action"] for turn in row["turns"]]
-    assert actions == ["search", "calculate", "answer"]
+    last = ["answer"] if row["attempt"] else ["malformed", "malformed"]
+    assert actions == ["search", "calculate", *last]
     assert row["turns"][1]["observation"] == (
       "\n\n<information>74</information>\n\n"
     )
     assert Calculator.NOTES["solver"] in row["prompt"]
-    assert row["verdict"] == ("wrong" if row["attempt"] == 0 else "right")
+    assert row["verdict"] == ("wrong" if row["attempt"] < 2 else "right")
   (metric,) = folder.read("metrics.jsonl")
   assert metric["challenger/valid_rate"] == 1
   assert metric["frontier/recorded"] == 3
