@@ -7,25 +7,28 @@ A preset is a named difference, picked by the text behind the colon:
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-_SSP = {
+# The training questions of a file, and nobody who poses: one policy.
+_FIXED = {"selfplay": False, "policy.shared": True}
+_NO_BANK = {
+  "bank.prime": "none",
+  "bank.top": 0,
+  "distillation.admit": False,
+  "frontier.gate": "off",
+  "eval.banks": ("none",),
+}
+_SSP = _NO_BANK | {
   "policy.shared": True,
   "policy.template": "ssp",
   "policy.example": False,
   "frontier.reward": "failure",
-  "frontier.gate": "off",
   "challenger.baseline": "none",
   "challenger.invalid": "zero",
   "challenger.min_searches": 2,
-  # No bank.
-  "bank.prime": "none",
-  "bank.top": 0,
-  "distillation.admit": False,
-  "eval.banks": ("none",),
 }
 PRESETS = {
   "sesa": {},
@@ -50,6 +53,20 @@ PRESETS = {
   },
   "ssp_code": _SSP
   | {"learner.old_logprobs": "turn", "challenger.loss_scale": 0.4},
+  # Search-R1 by GRPO, with the values of its script.
+  "search_r1": _NO_BANK
+  | _FIXED
+  | {
+    "policy.template": "search_r1",
+    "policy.example": False,
+    "judge.verdicts": False,
+    "solver.clip_high": 0.2,
+    "solver.kl_coefficient": 0.001,
+  },
+  # Fixed questions with an evolving bank.
+  "fixed_questions": _FIXED,
+  # A challenger that stays as it began.
+  "fixed_challenger": {"challenger.frozen": True},
 }
 
 
@@ -119,6 +136,7 @@ def get_config() -> ConfigDict:
   solver, challenger = role(), role()
   solver.group_size = 5  # attempts a question, SESA
   solver.baseline = "group"  # (r - mean)/std within the question, SESA
+  challenger.frozen = False  # it poses, and never learns
   challenger.group_size = 1  # proposals a seed, SSP
   challenger.baseline = "batch"  # a group of one has none of its own
   challenger.invalid = "endpoint"  # or "mask", "zero", "penalty"
@@ -133,6 +151,7 @@ def get_config() -> ConfigDict:
       seed=0,
       iterations=200,  # SSP: 150-200
       questions=256,  # seeds and solver questions an iteration, SSP
+      selfplay=True,  # False: the questions of `pool.fixed`, epoch by epoch
       challenger=challenger,
       solver=solver,
       policy=dict(
@@ -360,17 +379,24 @@ def paper_machines(
   return ConfigDict(found)
 
 
-def finish(config: ConfigDict, variant: str) -> ConfigDict:
+def finish(
+  config: ConfigDict, variant: str, choices: Collection[str] = PRESETS
+) -> ConfigDict:
   """Applies a preset of `PRESETS`, the last word, and locks the config.
+
+  Args:
+    config: of `get_config`, changed.
+    variant: the preset.
+    choices: presets that the file offers.
 
   Raises:
     ValueError: the preset is unknown; lists those that exist.
   """
-  if variant not in PRESETS:
-    near = difflib.get_close_matches(variant, PRESETS, 1)
+  if variant not in choices:
+    near = difflib.get_close_matches(variant, choices, 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-      f"Unknown variant {variant!r}.{hint} Choices: {', '.join(PRESETS)}."
+      f"Unknown variant {variant!r}.{hint} Choices: {', '.join(choices)}."
     )
   config.update_from_flattened_dict(PRESETS[variant])
   config.preset = variant

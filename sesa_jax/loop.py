@@ -70,17 +70,15 @@ def iteration(
 
   # Stage 2, asymmetric self-play. No bank is in the challenger's reach.
   begin("pose", config.questions * config.challenger.group_size)
-  seeds, position = seeds_lib.draw(
-    world.texts.seeds,
+  drawn, position = seeds_lib.draw(
+    world.texts.seeds if config.selfplay else world.texts.fixed,
     config.questions,
     seed=config.seed,
     position=state.position,
   )
-  weights, posing_gap = rollout.weights(
-    tools.engine, world.challenger, state.challenger.params
-  )
-  posed, posing = _pose(weights, seeds, tools, config, number)
-  del weights  # before the solver's copy is made
+  posed, posing = (), {}
+  if config.selfplay:
+    posed, posing = _pose(drawn, state, world, config, number)
   planned = len(posed) * (1 + config.solver.group_size)
   _stop_if_spent(world)
   _stop_if_lost([p.episode for p in posed], config.lost_limit, planned)
@@ -88,7 +86,11 @@ def iteration(
   weights, solving_gap = rollout.weights(
     tools.engine, world.solver, state.solver.params
   )
-  checked = _check(weights, posed, state.pool, world, config, number)
+  if config.selfplay:
+    checked = _check(weights, posed, state.pool, world, config, number)
+  else:
+    found = validity.given(drawn, state.pool)
+    checked = Checked((), drawn, state.pool, found, ())
   tasks = checked.tasks
   tried = config.solver.group_size + config.bank.control_attempts
   begin("solve", len(tasks) * tried)
@@ -138,9 +140,8 @@ def iteration(
     **records.rollout_metrics(solved, "solver/rollout"),
     **records.prefixed("challenger/engine", posing),
     **records.prefixed("solver/engine", solving),
-    "challenger/engine/copy_gap": posing_gap,
     "solver/engine/copy_gap": solving_gap,
-    **records.prefixed("challenger", learned["challenger"]),
+    **records.prefixed("challenger", learned.get("challenger", {})),
     **records.prefixed("solver", learned["solver"]),
     **base.total(distributed.gather([ledger.drain()])),
     **distilled.metrics,
@@ -188,11 +189,14 @@ def _limits(role: Any) -> types.Limits:
   return types.Limits(role.turn_tokens, role.episode_tokens, role.turns)
 
 
-def _pose(weights, seeds, tools, config, number):
-  return selfplay.pose(
+def _pose(seeds, state, world, config, number):
+  weights, gap = rollout.weights(
+    world.tools.engine, world.challenger, state.challenger.params
+  )
+  posed, found = selfplay.pose(
     weights,
     seeds,
-    tools,
+    world.tools,
     iteration=number,
     group_size=config.challenger.group_size,
     searches={
@@ -202,6 +206,7 @@ def _pose(weights, seeds, tools, config, number):
     sampling=types.Sampling(config.challenger.temperature),
     limits=_limits(config.challenger),
   )
+  return posed, found | {"copy_gap": gap}
 
 
 def _check(weights, posed, pool, world, config, number) -> Checked:
@@ -447,7 +452,7 @@ def _learn(world, state, edge, config, begin, progress):
   """Updates both policies in turn; one that is shared learns in each turn.
 
   Returns:
-    Policies and metrics, by role.
+    Policies and metrics, by role; a frozen challenger has none.
   """
   policies = {"challenger": state.challenger, "solver": state.solver}
   lessons = {"challenger": edge.proposals, "solver": edge.attempts}
@@ -462,16 +467,17 @@ def _learn(world, state, edge, config, begin, progress):
       first=first,
     )
 
+  frozen = config.challenger.frozen or not config.selfplay
+  order = [r for r in config.learner.order if r == "solver" or not frozen]
   prepared, learned = {}, {}
-  for number, role in enumerate(config.learner.order):
+  for role in order:
     begin(f"update {role}", len(lessons[role]))
     if role not in prepared:
       prepared[role] = prepare(role)
-    if world.shared and number == 0 and config.learner.old_logprobs == "start":
+    if world.shared and config.learner.old_logprobs == "start":
       # The weights that played are about to move.
-      prepared[config.learner.order[1]] = prepare(
-        config.learner.order[1], first=False
-      )
+      for later in order[order.index(role) + 1 :]:
+        prepared[later] = prepare(later, first=False)
     policies[role], learned[role] = _update(
       learners[role], policies[role], prepared.pop(role), progress, state
     )

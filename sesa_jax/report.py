@@ -19,13 +19,15 @@ def budget(config: Any) -> dict[str, int]:
   counts as two, rematerialisation and the reference as one each. Replays of
   lost episodes come on top.
   """
-  posed = config.questions * config.challenger.group_size
-  solved = posed * config.solver.group_size
-  controls = posed * config.bank.control_attempts
+  tasks = config.questions
+  tasks *= config.challenger.group_size if config.selfplay else 1
+  posed = tasks if config.selfplay else 0
+  solved = tasks * config.solver.group_size
+  controls = tasks * config.bank.control_attempts
   learned = 3 + config.policy.remat
 
   def update(role, rows):
-    several = role.minibatch_questions < posed or config.policy.shared
+    several = role.minibatch_questions < tasks or config.policy.shared
     passes = learned + several + (role.kl_coefficient != 0)
     return rows * role.episode_tokens * passes
 
@@ -35,7 +37,8 @@ def budget(config: Any) -> dict[str, int]:
     * (posed + 2 * min(config.verifier.probes, posed))
     * config.verifier.max_tokens,
     "solve": (solved + controls) * config.solver.episode_tokens,
-    "update challenger": update(config.challenger, posed),
+    "update challenger": (not config.challenger.frozen)
+    * update(config.challenger, posed),
     "update solver": update(config.solver, solved),
     "distill": (config.distillation.distiller == "solver")
     * config.distillation.max_records
@@ -44,27 +47,55 @@ def budget(config: Any) -> dict[str, int]:
   }
 
 
-def searches(config: Any) -> int:
-  """Searches of an iteration at most: none is made in a last turn."""
-  posed = config.questions * config.challenger.group_size
-  solved = posed * config.solver.group_size
-  return posed * (config.challenger.turns - 1) + solved * (
-    config.solver.turns - 1
-  )
+def bill(config: Any) -> dict[str, int]:
+  """Returns what a run's training asks of others at most, evaluations aside.
+
+  P questions an iteration, each of a proposal, with G attempts:
+
+    searches       P (challenger.turns - 1) + P G (solver.turns - 1)
+    verdicts       P G
+    evidence       P, and two probes of `verifier.probes` of them
+    distillations  `max_records` every `every` iterations
+
+  since none searches in a last turn. Verdicts, evidence and distillations are
+  0 where nobody else is asked.
+  """
+  tasks = config.questions
+  tasks *= config.challenger.group_size if config.selfplay else 1
+  posed = tasks if config.selfplay else 0
+  tries = config.solver.group_size + config.bank.control_attempts
+  checked = posed * (config.verifier.answerer == "judge")
+  graded = config.judge.verdicts and bool(config.judge.base_url)
+  one = {
+    "searches": posed * (config.challenger.turns - 1)
+    + tasks * tries * (config.solver.turns - 1),
+    "verdicts": tasks * tries * graded,
+    "evidence checks": checked,
+    "probes": 2 * min(config.verifier.probes, checked),
+  }
+  found = {name: count * config.iterations for name, count in one.items()}
+  settings = config.distillation
+  asked = settings.distiller == "chat" and settings.admit
+  asked = asked and not config.bank.frozen and config.frontier.gate != "off"
+  most = config.iterations // settings.every * settings.max_records
+  return found | {"distillations": asked * most}
 
 
 def _bill(config: Any, sets: Mapping[str, Sequence]) -> str:
-  """Says how many searches a run makes at most, and what Google's cost."""
+  """Says what a run asks of others at most, and what Google's part costs."""
   questions = sum(map(len, sets.values())) * len(config.eval.banks)
-  tested = questions * (config.eval.turns - 1) * len(set(evaluations(config)))
-  total = searches(config) * config.iterations + tested
+  tested = questions * len(set(evaluations(config)))
+  found = bill(config)
+  said = ", ".join(f"{count:,} {name}" for name, count in found.items())
+  searched = tested * (config.eval.turns - 1)
   said = (
-    f"Searches at most: {searches(config):,} an iteration, {tested:,} in "
-    f"evaluations, {total:,} a run"
+    f"Asked for at most: {said}; evaluations on top, with {tested:,} answers "
+    f"and {searched:,} searches"
   )
   if config.search.engine != "google":
     return f"{said}."
-  return f"{said}, which cost {total * config.search.google.price / 1000:,.2f}."
+  cost = (found["searches"] + searched) * config.search.google.price / 1000
+  return f"{said}. The searches cost {cost:,.2f}."
 
 
 def evaluation_budget(config: Any, sets: Mapping[str, Sequence]) -> int:

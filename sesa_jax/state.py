@@ -108,7 +108,8 @@ def start(config, world) -> tuple[State, skill_bank.Events]:
     solver=solver,
     bank=bank,
     queue=(),
-    pool=validity.Pool(fixed=world.texts.fixed),
+    # Without self-play they are not what fills slots, but what is played.
+    pool=validity.Pool(fixed=world.texts.fixed if config.selfplay else ()),
     position=0,
   ), events
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import traverse_util
 from jax.sharding import Mesh
 
@@ -47,7 +48,7 @@ ROLES = ("challenger", "solver")
 # What this version has; a config that asks for more is refused at the start.
 ANSWERERS = ("judge", "solver")
 DISTILLERS = ("chat", "solver", "offline")
-SEED_SOURCES = ("titles", "jsonl")
+SEED_SOURCES = ("titles", "jsonl", "list")
 BANKS = ("none", "final", "placebo", "scrambled")
 ARMS = ("skills", "placebo", "scrambled")
 DTYPES = ("float32", "bfloat16")
@@ -289,7 +290,7 @@ def _asks_judge(config: Any) -> list[str]:
   settings = config.distillation
   distils = settings.admit and config.frontier.gate != "off"
   found = []
-  if config.verifier.answerer == "judge":
+  if config.selfplay and config.verifier.answerer == "judge":
     found.append("verifier.answerer = 'judge'")
   if settings.distiller == "chat" and distils and not config.bank.frozen:
     found.append("distillation.distiller = 'chat'")
@@ -617,14 +618,7 @@ def read(config: Any, workdir: str = "") -> Texts:
   _check_needs_passages(config)
   library = search(config, workdir)
   engine = library.engine
-  if config.seeds.source == "titles":
-    found = seeds.from_titles(library.passages, tuple(config.seeds.hops))
-  else:
-    found = seeds.from_jsonl(locate(config.seeds.path), config.seeds.hops)
-  if len(found) < config.questions:
-    raise ValueError(
-      f"questions = {config.questions}, but there are only {len(found)} seeds."
-    )
+  found = _seeds(config, library.passages) if config.selfplay else ()
   sets = {
     name: _questions(
       name, spec, engine, config.seed, frozenset(), language(config)
@@ -638,6 +632,12 @@ def read(config: Any, workdir: str = "") -> Texts:
       for name, spec in sorted(config.pool.fixed.items())
     )
   )
+  if not config.selfplay and len(fixed) < config.questions:
+    raise ValueError(
+      f"selfplay = False plays the questions of pool.fixed: an iteration takes "
+      f"questions = {config.questions}, but there are {len(fixed)}."
+    )
+  _warn_of_tested(found, sets, language(config))
   return Texts(library, found, fixed, sets)
 
 
@@ -653,15 +653,50 @@ def _check_needs_passages(config: Any) -> None:
       f"engines on this machine ({', '.join(engines.LOCAL)}), not "
       f"{config.search.engine!r}. Set answerable to False."
     )
-  if config.seeds.source == "titles" and not config.corpus:
+  titles = config.selfplay and config.seeds.source == "titles"
+  if titles and not config.corpus:
     raise ValueError(
       "seeds.source = 'titles' takes titles of the corpus, and corpus is "
       "empty. Name its files, or a file of seeds."
     )
 
 
+def _seeds(config, passages) -> tuple[types.Seed, ...]:
+  source, hops = config.seeds.source, tuple(config.seeds.hops)
+  if source == "titles":
+    found = seeds.from_titles(passages, hops)
+  elif source == "list":
+    found = seeds.from_list(locate(config.seeds.path), hops)
+  else:
+    found = seeds.from_jsonl(locate(config.seeds.path), hops)
+  if len(found) < config.questions:
+    raise ValueError(
+      f"questions = {config.questions}, but there are only {len(found)} seeds."
+    )
+  return found
+
+
+def _warn_of_tested(found, sets, speech) -> None:
+  """Reports seeds whose answer is that of an evaluation question."""
+  shared = seeds.tested(found, itertools.chain(*sets.values()), speech)
+  if shared:
+    logging.warning(
+      "%d of %d seeds ask for the answer of an evaluation question, such as "
+      "%s: %r. The questions themselves are never trained on.",
+      len(shared),
+      len(found),
+      shared[0].id,
+      shared[0].targets[0],
+    )
+
+
 def _questions(name, spec, search, seed, without, speech) -> tuple:
   """Draws a set's questions, none of them in `without` or twice."""
+  if not spec.path:
+    raise ValueError(
+      f"The question set {name!r} names no file: set its path "
+      f"(--config.pool.fixed.{name}.path=FILE)."
+    )
   if spec.size < 0:
     raise ValueError(f"{name}: size = {spec.size}; 0 takes all questions.")
   questions = benchmarks.load_questions(locate(spec.path), source=name)

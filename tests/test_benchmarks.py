@@ -3,8 +3,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sesa_jax.data import benchmarks
@@ -94,6 +97,65 @@ def test_missing_unknown_and_empty_files(tmp_path):
     load(tmp_path, "a.csv", "q\t['x']")
   with pytest.raises(ValueError, match="no question"):
     load(tmp_path, "a.txt", "\n")
+
+
+ROW = {
+  "data_source": "nq",
+  "question": "who sings it?",
+  "prompt": [{"role": "user", "content": "Answer. Question: who sings it?\n"}],
+  "reward_model": {"ground_truth": {"target": ["Linda Davis"]}},
+  "extra_info": {"split": "train", "index": 0},
+}
+
+
+def test_a_row_of_search_r1():
+  wanted = ("nq/train/0", "who sings it?", ("Linda Davis",))
+  assert benchmarks.search_r1_row(ROW) == wanted
+  # A string, a list and numpy's array mean the same.
+  for target in ("Linda Davis", np.array(["Linda Davis"], object)):
+    row = ROW | {"reward_model": {"ground_truth": {"target": target}}}
+    assert benchmarks.search_r1_row(row) == wanted
+  bare = {k: v for k, v in ROW.items() if k != "question"}
+  assert benchmarks.search_r1_row(bare) == wanted
+  for field in ("data_source", "reward_model", "extra_info"):
+    with pytest.raises(ValueError, match=f"expected the fields.*'{field}'"):
+      benchmarks.search_r1_row({k: v for k, v in ROW.items() if k != field})
+  with pytest.raises(ValueError, match="question is empty"):
+    benchmarks.search_r1_row(ROW | {"question": " "})
+
+
+def test_parquet_is_read_with_pyarrow_alone(tmp_path, monkeypatch):
+  path = tmp_path / "train.parquet"
+  path.write_bytes(b"PAR1")
+  other = ROW | {"data_source": "hotpotqa", "question": "Who?"}
+
+  class File:  # as much of pyarrow as is used
+    def __init__(self, where):
+      assert where == path
+
+    def iter_batches(self):
+      for rows in ([ROW, other], [ROW | {"question": ""}]):
+        yield types.SimpleNamespace(to_pylist=lambda rows=rows: rows)
+
+  fake = types.ModuleType("pyarrow")
+  fake.parquet = types.SimpleNamespace(ParquetFile=File)
+  monkeypatch.setitem(sys.modules, "pyarrow", fake)
+  with pytest.raises(ValueError, match=r"train.parquet:3: the question is"):
+    benchmarks.load_questions(path)
+  monkeypatch.setattr(
+    File,
+    "iter_batches",
+    lambda self: [types.SimpleNamespace(to_pylist=lambda: [ROW, other])],
+  )
+  first, second = benchmarks.load_questions(path, source="mix")
+  # The index restarts in each source: the ids differ all the same.
+  assert (first.id, second.id) == ("mix/nq/train/0", "mix/hotpotqa/train/0")
+  assert first.targets == ("Linda Davis",)
+  monkeypatch.setitem(sys.modules, "pyarrow", None)
+  with pytest.raises(
+    ValueError, match="needs the package pyarrow.*pip install"
+  ):
+    benchmarks.load_questions(path)
 
 
 class Stub:

@@ -13,10 +13,11 @@ from sesa_jax import distributed, tools
 
 ROOT = Path(__file__).parents[1]
 NOT_PAPER = {"tiny", "smollm2_135m"}
+STUDIES = ("ablations", "baselines")  # files of presets
 FILES = sorted(
   path.stem
   for path in (ROOT / "configs").glob("*.py")
-  if path.stem not in ("__init__", "common")
+  if path.stem not in ("__init__", "common", *STUDIES)
 )
 PAPER = sorted(set(FILES) - NOT_PAPER)
 
@@ -125,6 +126,43 @@ def test_every_preset_of_every_file_loads(name):
       assert flat(config)[field] == value
   with pytest.raises(ValueError, match="Did you mean 'no_bell'"):
     load(name, "no_bel")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_is_a_row_of_presets(name):
+  module = importlib.import_module(f"configs.{name}")
+  reference = flat(load("qwen3_4b"))
+  for variant in module.VARIANTS:
+    config = load(name, variant)
+    assert config.is_locked
+    assert (config.name, config.preset) == (name, variant)
+    wanted = reference | common.PRESETS[variant]
+    wanted |= {"name": name, "preset": variant}
+    fixed = {
+      f: v for f, v in flat(config).items() if f.startswith("pool.fixed")
+    }
+    assert bool(fixed.get("pool.fixed.train.path") == "") == (
+      variant in ("search_r1", "fixed_questions")
+    )
+    assert (
+      flat(config)
+      == {f: v for f, v in wanted.items() if not f.startswith("pool.fixed")}
+      | fixed
+    )
+  assert module.sweep() == tuple(
+    f"configs/{name}.py:{variant}" for variant in module.VARIANTS
+  )
+  assert f"--config=configs/{name}.py:" in module.__doc__
+  with pytest.raises(ValueError, match="Choices: sesa, "):
+    load(name, "nothing")
+
+
+def test_the_studies_have_all_presets():
+  found = [
+    importlib.import_module(f"configs.{name}").VARIANTS for name in STUDIES
+  ]
+  assert set().union(*found) == set(common.PRESETS)
+  assert set(found[0]) & set(found[1]) == {"sesa"}
 
 
 def test_every_backbone_has_a_config():

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import tiny
+from configs import common, tiny
 from sesa_jax import loop, metrics, report, tools, types
 from sesa_jax import state as state_lib
 from sesa_jax.policy import model, weights
@@ -790,15 +790,60 @@ def test_budget_counts_passes_by_hand():
   ]  # fmt: skip
 
 
-def test_searches_of_the_papers_setting():
-  config = tiny_config(questions=256, iterations=200, **{
-    "challenger.turns": 10, "solver.turns": 10, "solver.group_size": 5,
-    "eval.turns": 10, "search.engine": "google",
-  })  # fmt: skip
-  assert report.searches(config) * 200 == 2_764_800
+def test_the_bill_of_the_papers_setting():
+  config = common.get_config()
+  assert config.iterations == 200
+  assert report.bill(config) == {
+    "searches": 2_764_800,  # 200 x (256 x 9 + 256 x 5 x 9)
+    "verdicts": 256_000,
+    "evidence checks": 51_200,
+    "probes": 12_800,  # 200 x 32 x 2
+    "distillations": 600,
+  }
+  config.search.engine = "google"
   said = report.plan(config, {"a": range(100)}).caption
-  assert "13,824 an iteration, 3,600 in evaluations, 2,768,400 a run" in said
-  assert "cost 2,768.40" in said  # 1 a thousand
+  assert "2,764,800 searches, 256,000 verdicts" in said
+  # 21 evaluations of two banks; a thousand searches cost 1.
+  assert "4,200 answers and 37,800 searches. The searches cost 2,802.60" in said
+
+
+@pytest.mark.parametrize(
+  ("changes", "wanted"),
+  [
+    # 2 x (3 x 2 + 3 x 4 x 2), and nobody else is asked.
+    ({}, (60, 0, 0, 0, 0)),
+    ({"bank.control_attempts": 2}, (84, 0, 0, 0, 0)),
+    ({"selfplay": False}, (48, 0, 0, 0, 0)),
+    (
+      {
+        "verifier.answerer": "judge",
+        "verifier.probes": 2,
+        "distillation.distiller": "chat",
+        "judge.base_url": "http://x",
+      },
+      (60, 24, 6, 8, 60),
+    ),
+    (
+      {
+        "selfplay": False,
+        "verifier.answerer": "judge",
+        "distillation.distiller": "chat",
+        "judge.base_url": "http://x",
+        "frontier.gate": "off",
+      },
+      (48, 24, 0, 0, 0),
+    ),
+    (
+      {"distillation.distiller": "chat", "distillation.every": 2},
+      (60, 0, 0, 0, 30),
+    ),
+    ({"distillation.distiller": "chat", "bank.frozen": True}, (60, 0, 0, 0, 0)),
+    ({"challenger.group_size": 2, "challenger.turns": 1}, (96, 0, 0, 0, 0)),
+  ],
+)
+def test_the_bill_follows_the_config(changes, wanted):
+  config = tiny_config(**{"judge.base_url": ""} | changes)
+  assert tuple(report.bill(config).values()) == wanted
 
 
 def test_old_checkpoints_go_and_milestones_stay(scripted):

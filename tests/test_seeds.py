@@ -5,7 +5,8 @@ import json
 import pytest
 
 from sesa_jax.data import seeds
-from sesa_jax.types import Passage, Seed
+from sesa_jax.language import ENGLISH
+from sesa_jax.types import Passage, Question, Seed
 
 
 def passages(*titles):
@@ -137,3 +138,51 @@ def test_all_of_them_and_too_many():
   assert position == 10
   with pytest.raises(ValueError, match="draws 11 seeds, but .* only 10"):
     draws(11, 1)
+
+
+def test_a_plain_list_has_an_answer_a_line(tmp_path):
+  path = tmp_path / "answers.txt"
+  path.write_text("Paris\nNew York\tNYC\t Big Apple\n\nPARIS\nŁódź\n")
+  assert seeds.from_list(path, (1, 2)) == (
+    Seed("answers/0", ("Paris",), 1),
+    Seed("answers/1", ("New York", "NYC", "Big Apple"), 2),
+    Seed("answers/4", ("Łódź",), 1),
+  )
+  with pytest.raises(ValueError, match=r"seeds.hops=\(0,\)"):
+    seeds.from_list(path, (0,))
+  path.write_text("\n")
+  with pytest.raises(ValueError, match="holds no answer"):
+    seeds.from_list(path, (1,))
+  with pytest.raises(ValueError, match="no such file"):
+    seeds.from_list(tmp_path / "gone.txt", (1,))
+
+
+def test_seeds_with_the_answer_of_an_evaluation_question_are_found():
+  def question(*targets):
+    return Question("q", "Who?", targets, 1, "q", "fixed")
+
+  mine = (
+    Seed("a", ("Paris",), 1),
+    Seed("b", ("the City", "LONDON."), 1),  # by an alias, normalised
+    Seed("c", ("Parisian",), 1),
+  )
+  asked = [question("x", "paris"), question("London")]
+  found = seeds.tested(mine, asked, ENGLISH)
+  assert [seed.id for seed in found] == ["a", "b"]
+  assert seeds.tested(mine, [], ENGLISH) == []
+
+
+def test_questions_are_drawn_like_seeds():
+  questions = tuple(
+    Question(f"q{i}", f"Who is {i}?", ("x",), 1, f"q{i}", "fixed")
+    for i in range(7)
+  )
+  seen, position = [], 0
+  for _ in range(2):
+    drawn, position = seeds.draw(questions, 3, seed=0, position=position)
+    seen += drawn
+  assert len(set(seen)) == 6
+  # The next three do not fit into the epoch: another begins.
+  third, end = seeds.draw(questions, 3, seed=0, position=position)
+  assert end == 7 + 3
+  assert set(third) <= set(questions)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,8 @@ def load_questions(
 
   * `.jsonl`: `{"question", "golden_answers": [..]}` as FlashRAG has it;
     `answer` may stand for `golden_answers`.
+  * `.parquet`: Search-R1's, with `question` or the `prompt`'s last message, and
+    `reward_model.ground_truth.target`; needs pyarrow, which we do not install.
   * `.txt`, `.tsv`: question, tab, Python list of answers, as the topic files of
     pyserini have it, with or without CSV's quotes; or JSON lines as above.
 
@@ -45,19 +49,25 @@ def load_questions(
   path = Path(path)
   if not path.is_file():
     raise ValueError(f"No questions at {path}: there is no such file.")
-  if path.suffix not in (".jsonl", ".txt", ".tsv"):
+  if path.suffix not in (".jsonl", ".txt", ".tsv", ".parquet"):
     raise ValueError(
-      f"{path}: questions come as .jsonl, .txt or .tsv, not {path.suffix!r}."
+      f"{path}: questions come as .jsonl, .txt, .tsv or .parquet, not "
+      f"{path.suffix!r}."
     )
   source = source or f"{path.parent.name}/{path.stem}"
   questions = []
-  for number, line in lines.numbered(path):
+  parquet = path.suffix == ".parquet"
+  for number, row in _parquet(path) if parquet else lines.numbered(path):
     try:
-      is_json = path.suffix == ".jsonl" or line.startswith("{")
-      text, targets = _json_row(line) if is_json else _tsv_row(line)
+      if parquet:
+        name, text, targets = search_r1_row(row)
+      else:
+        is_json = path.suffix == ".jsonl" or row.startswith("{")
+        text, targets = _json_row(row) if is_json else _tsv_row(row)
+        name = str(number - 1)
     except ValueError as error:
       raise ValueError(f"{path}:{number}: {error}") from None
-    id = f"{source}/{number - 1}"
+    id = f"{source}/{name}"
     questions.append(Question(id, text, targets, hops, id, "fixed"))
   if not questions:
     raise ValueError(f"{path} holds no question.")
@@ -105,6 +115,48 @@ def answerable(
     texts = (f"{passage.title}\n{passage.text}" for passage in found)
     if any(language.mentions_any(text, answers) for text in texts):
       yield question
+
+
+def search_r1_row(row: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+  """Reads a row of Search-R1's parquet files.
+
+  Returns:
+    `<data_source>/<split>/<index>`, since the index restarts at 0 in each
+    source; the question; the answers. A row without `question` has it as what
+    follows `Question:` in the last message of its prompt.
+
+  Raises:
+    ValueError: a field is missing.
+  """
+  try:
+    extra = row["extra_info"]
+    name = f"{row['data_source']}/{extra['split']}/{extra['index']}"
+    targets = as_targets(row["reward_model"]["ground_truth"]["target"])
+    text = row.get("question")
+    if text is None:
+      text = row["prompt"][-1]["content"].rpartition("Question:")[2]
+  except (KeyError, IndexError, TypeError) as error:
+    raise ValueError(
+      "expected the fields data_source, prompt, reward_model.ground_truth."
+      f"target, extra_info.split and extra_info.index ({error!r})"
+    ) from None
+  if not text.strip():
+    raise ValueError("the question is empty")
+  return name, text.strip(), targets
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+  """Yields the rows of a parquet file, numbered from 1."""
+  try:
+    from pyarrow import parquet
+  except ImportError:
+    raise ValueError(
+      f"{path}: reading parquet needs the package pyarrow, which is not among "
+      "ours: `pip install pyarrow`, or convert the file to FlashRAG's JSONL."
+    ) from None
+  batches = parquet.ParquetFile(path).iter_batches()
+  rows = itertools.chain.from_iterable(b.to_pylist() for b in batches)
+  yield from enumerate(rows, 1)
 
 
 def _json_row(line: str) -> tuple[str, tuple[str, ...]]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from sesa_jax.data import lines
-from sesa_jax.language import as_targets
-from sesa_jax.types import Passage, Seed
+from sesa_jax.language import Language, as_targets
+from sesa_jax.types import Passage, Question, Seed
 
 _PARENTHESIS = re.compile(r"\s*\([^()]*\)$")
+Item = TypeVar("Item", Seed, Question)
+
 _LIST = re.compile(r"(?:list|lists|outline|index|timeline) of ", re.IGNORECASE)
 
 
@@ -106,10 +109,60 @@ def from_jsonl(
   return tuple(seeds)
 
 
+def from_list(path: str | Path, hops: Sequence[int]) -> tuple[Seed, ...]:
+  """Reads a plain list: an answer a line, its aliases behind tabs.
+
+  Of lines with the same answer, case aside, the first counts. A seed's id is
+  `<file>/<line, from 0>`.
+
+  Args:
+    path: the file.
+    hops: hop counts that are given to the answers in turn.
+
+  Raises:
+    ValueError: the file is missing or empty, or a hop count is below 1.
+  """
+  path = Path(path)
+  if not path.is_file():
+    raise ValueError(f"No seeds at {path}: there is no such file.")
+  _check_hops(hops)
+  answers: dict[str, tuple[str, tuple[str, ...]]] = {}
+  for number, line in lines.numbered(path):
+    targets = as_targets(line.split("\t"))
+    answers.setdefault(
+      targets[0].casefold(), (f"{path.stem}/{number - 1}", targets)
+    )
+  if not answers:
+    raise ValueError(f"The seed list is empty: {path} holds no answer.")
+  return tuple(
+    Seed(id, targets, hops[i % len(hops)])
+    for i, (id, targets) in enumerate(answers.values())
+  )
+
+
+def tested(
+  seeds: Sequence[Seed], questions: Iterable[Question], language: Language
+) -> list[Seed]:
+  """Finds the seeds that ask for the answer of an evaluation question.
+
+  Answers are compared normalised, aliases included.
+  """
+  known = {
+    language.normalize_answer(target)
+    for question in questions
+    for target in question.targets
+  }
+  return [
+    seed
+    for seed in seeds
+    if any(language.normalize_answer(t) in known for t in seed.targets)
+  ]
+
+
 def draw(
-  seeds: Sequence[Seed], count: int, *, seed: int, position: int
-) -> tuple[tuple[Seed, ...], int]:
-  """Takes the next seeds of an endless sequence of shuffled epochs.
+  seeds: Sequence[Item], count: int, *, seed: int, position: int
+) -> tuple[tuple[Item, ...], int]:
+  """Takes the next seeds, or questions, of an endless run of shuffled epochs.
 
   Each epoch is a permutation keyed by (seed, epoch), so the position is all
   that a resumed run needs. No seed comes twice in one draw: a draw that does

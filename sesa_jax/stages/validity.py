@@ -459,7 +459,19 @@ def check(
     pool, questions=(*pool.questions, *valid), asked=asked
   )
 
-  counts = Counter(states.values())
+  metrics = _counts(decided, tasks, pool, slots)
+  metrics |= varied | _guessable(evidence, answers, language)
+  rows = [_row(proposal, iteration) for proposal in decided]
+  return decided, tasks, pool, types.Report(metrics, rows)
+
+
+def given(tasks: Sequence[types.Question], pool: Pool) -> types.Report:
+  """Reports tasks that nobody posed, as `check` reports posed ones."""
+  return types.Report(_counts((), tasks, pool, len(tasks)))
+
+
+def _counts(decided, tasks, pool: Pool, slots: int) -> dict[str, float]:
+  counts = Counter(proposal.state for proposal in decided)
   metrics = {f"challenger/state/{s}": counts[s] for s in STATES}
   metrics |= {
     "challenger/proposals": len(decided),
@@ -471,9 +483,7 @@ def check(
     metrics[f"solver/origin/{origin}"] = origins[origin]
   if decided:
     metrics["challenger/valid_rate"] = counts["valid"] / len(decided)
-  metrics |= varied | _guessable(evidence, answers, language)
-  rows = [_row(proposal, iteration) for proposal in decided]
-  return decided, tasks, pool, types.Report(metrics, rows)
+  return metrics
 
 
 def diversity(
