@@ -230,6 +230,13 @@ def selftest() -> int:
   return selftest_lib.main()
 
 
+def check() -> int:
+  """Says whether a run could begin and go on; spends next to nothing."""
+  from sesa_jax import check as check_lib
+
+  return check_lib.main(_for_this_machine(), _need(_WORKDIR.value, "workdir"))
+
+
 def index() -> None:
   """Builds the index that config.search.index names, of config.corpus."""
   from sesa_jax import tools
@@ -255,6 +262,7 @@ MODES: dict[str, Callable[[], int | None]] = {
   "show": show,
   "export": export,
   "plan": plan,
+  "check": check,
   "selftest": selftest,
   "skills": skills,
   "distill": distill,

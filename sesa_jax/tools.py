@@ -189,7 +189,7 @@ def check(config: Any) -> None:
       "bank.control_attempts to at least 1."
     )
   index.check(config.bank.index)
-  named("environment.kind", config.environment.kind, ENVIRONMENTS)
+  rules_of(config)
   language(config)
   for mode in config.eval.banks:
     one_of("eval.banks", mode, BANKS)
@@ -771,52 +771,20 @@ def assemble(
   }
   backbone, _ = loaded[paths["solver"]]
   graphdef = model.build(backbone)
-  # One a slot: every episode that waits has its query on the way.
-  executor = ThreadPoolExecutor(config.engine.slots, "search")
-  rules = config.environment.to_dict()
-  kind = named("environment.kind", rules.pop("kind"), ENVIRONMENTS)
-  speech = language(config)
-
-  def render(prompt: prompts.Prompt) -> tuple[int, ...]:
-    prompt = prompts.with_note(prompt, kind.NOTES)
-    return prompts.render(
-      words, prompt, config.policy.template, config.policy.example
-    )
-
-  tools = types.Tools(
-    engine=engine_lib.Engine(
-      graphdef,
-      backbone,
-      words,
-      tokenizer.token_bytes(words),
-      tokenizer.end_ids(words),
-      mesh=rollout_mesh(config, mesh),
-      steps_per_dispatch=config.engine.steps_per_dispatch,
-      deterministic=config.engine.deterministic,
-      seed=config.seed,
-      **engine_sizes(config),
-    ),
-    environments={
-      role: kind(
-        role, texts.library.engine, words, speech, executor=executor, **changed
-      )
-      for role, changed in (
-        ("challenger", rules),
-        ("solver", rules),
-        # The evidence check is one greedy turn: nothing is corrected.
-        ("evidence", rules | {"max_malformed": 0}),
-      )
-    }
-    | {"text": environment.FreeText(words)},
-    search=texts.library.engine,
-    encoder=embedder,
-    distiller=None,
-    tokenizer=words,
-    language=speech,
-    render=render,
-    on_episode=lambda episode: None,
+  engine = engine_lib.Engine(
+    graphdef,
+    backbone,
+    words,
+    tokenizer.token_bytes(words),
+    tokenizer.end_ids(words),
+    mesh=rollout_mesh(config, mesh),
+    steps_per_dispatch=config.engine.steps_per_dispatch,
+    deterministic=config.engine.deterministic,
+    seed=config.seed,
+    **engine_sizes(config),
   )
-  _check_lengths(config, texts, render)
+  tools = equip(config, words, engine, texts.library.engine, embedder)
+  _check_lengths(config, texts, tools.render)
   if workdir is not None:  # last: it makes files
     model_judge = judge(config, workdir)
     tools = dataclasses.replace(
@@ -830,7 +798,7 @@ def assemble(
     for start, (_, params) in loaded.items()
   }
   hashes = {
-    **prompts.digest(words, config.policy.template, kind.NOTES),
+    **prompts.digest(words, config.policy.template, rules_of(config).NOTES),
     **_assets(config),
     "corpus": texts.library.digest,
     "index": _digest_of([texts.library.digest, texts.library.identity]),
@@ -847,6 +815,62 @@ def assemble(
   references = {role: frozen[paths[role]] for role in ROLES}
   return World(
     texts, tools, challenger, solver, references, config.policy.shared, hashes
+  )
+
+
+def rules_of(config: Any) -> type[environment.SearchQA]:
+  """Returns the class that says what turns may hold."""
+  return named("environment.kind", config.environment.kind, ENVIRONMENTS)
+
+
+def equip(
+  config: Any,
+  words: Any,
+  engine: Any,
+  library: types.SearchEngine,
+  embedder: types.Encoder,
+) -> types.Tools:
+  """Puts together what stages act with, but for judge and distiller.
+
+  Args:
+    config: an experiment.
+    words: the tokenizer.
+    engine: that plays.
+    library: that is searched.
+    embedder: of questions and skills.
+  """
+  # One a slot: every episode that waits has its query on the way.
+  executor = ThreadPoolExecutor(config.engine.slots, "search")
+  rules = config.environment.to_dict()
+  del rules["kind"]
+  kind = rules_of(config)
+  speech = language(config)
+
+  def render(prompt: prompts.Prompt) -> tuple[int, ...]:
+    prompt = prompts.with_note(prompt, kind.NOTES)
+    return prompts.render(
+      words, prompt, config.policy.template, config.policy.example
+    )
+
+  return types.Tools(
+    engine=engine,
+    environments={
+      role: kind(role, library, words, speech, executor=executor, **changed)
+      for role, changed in (
+        ("challenger", rules),
+        ("solver", rules),
+        # The evidence check is one greedy turn: nothing is corrected.
+        ("evidence", rules | {"max_malformed": 0}),
+      )
+    }
+    | {"text": environment.FreeText(words)},
+    search=library,
+    encoder=embedder,
+    distiller=None,
+    tokenizer=words,
+    language=speech,
+    render=render,
+    on_episode=lambda episode: None,
   )
 
 

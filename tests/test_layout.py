@@ -17,7 +17,7 @@ LEVELS = (
   "main",
   "plan",
   "selftest",
-  "mining",
+  "mining check",
   "loop",
   "state",
   "report",
@@ -46,6 +46,7 @@ LEVEL = {
 }
 # The only ones that see a ConfigDict.
 CONFIGURED = {"main", "plan", "mining", "loop", "state", "report"} | {
+  "check",
   "evaluation",
   "tools",
 }
