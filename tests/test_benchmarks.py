@@ -137,9 +137,9 @@ def test_parquet_is_read_with_pyarrow_alone(tmp_path, monkeypatch):
       for rows in ([ROW, other], [ROW | {"question": ""}]):
         yield types.SimpleNamespace(to_pylist=lambda rows=rows: rows)
 
-  fake = types.ModuleType("pyarrow")
-  fake.parquet = types.SimpleNamespace(ParquetFile=File)
-  monkeypatch.setitem(sys.modules, "pyarrow", fake)
+  fake = types.SimpleNamespace(ParquetFile=File)
+  monkeypatch.setitem(sys.modules, "pyarrow", types.ModuleType("pyarrow"))
+  monkeypatch.setitem(sys.modules, "pyarrow.parquet", fake)
   with pytest.raises(ValueError, match=r"train.parquet:3: the question is"):
     benchmarks.load_questions(path)
   monkeypatch.setattr(
@@ -151,7 +151,7 @@ def test_parquet_is_read_with_pyarrow_alone(tmp_path, monkeypatch):
   # The index restarts in each source: the ids differ all the same.
   assert (first.id, second.id) == ("mix/nq/train/0", "mix/hotpotqa/train/0")
   assert first.targets == ("Linda Davis",)
-  monkeypatch.setitem(sys.modules, "pyarrow", None)
+  monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
   with pytest.raises(
     ValueError, match="needs the package pyarrow.*pip install"
   ):

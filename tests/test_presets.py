@@ -12,7 +12,7 @@ from sesa_jax import state as state_lib
 from sesa_jax.language import ENGLISH
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import validity
-from tests import driver, test_frontier
+from tests import driver, scripted, test_frontier
 from tests.test_loop import SCRIPTED
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +59,10 @@ SHARED = {
 FIXED = {"search_r1", "fixed_questions"}
 
 
+def scripted_engine(graphdef, backbone, tokenizer, *rest, **settings):
+  return scripted.ScriptedEngine(graphdef, tokenizer, two_searches)
+
+
 def copied(policy):
   return jax.tree.map(np.array, policy.params)
 
@@ -68,10 +72,24 @@ def differs(one, other):
   return any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs)
 
 
+def two_searches(request, attempt, turn):
+  """The script of tests/world, but for a second search of the challenger."""
+  if request.arm != "challenger":
+    return scripted.world_script(request, attempt, turn)
+  if turn == 1:
+    return f"<search>what is {scripted._target(request.id)}</search>"
+  return scripted.world_script(request, attempt, max(turn - 1, 0))
+
+
 @pytest.mark.parametrize("preset", common.PRESETS)
-def test_what_an_iteration_of_a_preset_changes(preset):
-  # More failures than are distilled, so that the queue shows them too.
-  config = preset_config(preset, **{"distillation.max_records": 1})
+def test_what_an_iteration_of_a_preset_changes(preset, monkeypatch):
+  # More failures than are distilled, so that the queue shows them too; and as
+  # many fixed questions as an iteration plays.
+  config = preset_config(
+    preset,
+    **{"distillation.max_records": 1, "pool.fixed.tiny_pool.size": 4},
+  )
+  monkeypatch.setattr(driver, "scripted_engine", scripted_engine)
   with driver.playing_the_script():
     world = tools.assemble(config, tools.read(config), "")
   state, _ = state_lib.start(config, world)

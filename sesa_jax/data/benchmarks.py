@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import itertools
 import json
 import re
@@ -147,8 +148,8 @@ def search_r1_row(row: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields the rows of a parquet file, numbered from 1."""
-  try:
-    from pyarrow import parquet
+  try:  # no package of ours: asked for by name, where it is installed
+    parquet = importlib.import_module("pyarrow.parquet")
   except ImportError:
     raise ValueError(
       f"{path}: reading parquet needs the package pyarrow, which is not among "
