@@ -378,7 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:
     # A disk that is full or failing may be mended, and the run resumed.
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-    said = f"{error.strerror}: {error.filename}"
+    parts = error.strerror or str(error), error.filename
+    said = ": ".join(str(part) for part in parts if part)
     print(f"{'stopped' if full else 'error'}: {said}", file=sys.stderr)
     return 1 if full else 2
   except types.Stopped as error:

@@ -135,8 +135,27 @@ def test_equal_choices_are_the_same_function():
 
 def test_splash_needs_a_multiple_of_128_tokens():
   case = inputs(PACKED[:, :200])[:4]
-  with pytest.raises(ValueError, match="Rows of 200 tokens.* next one is 256"):
+  with pytest.raises(
+    ValueError, match="Rows of 200 tokens.* next one is 256"
+  ) as e:
     attention.splash(*case, interpret=True)
+  assert "learner.row_multiple" in str(e.value)
+
+
+def test_cudnn_is_told_of_no_empty_row(monkeypatch):
+  """An empty row is one token long; a softmax of nothing is no number."""
+  told = {}
+
+  def stand_in(q, k, v, **options):
+    told.update(options)
+    return q
+
+  monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+  q = jnp.zeros((3, 4, 2, 8))
+  segments = jnp.array([[0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
+  attention.cudnn(q, q, q, segments)
+  for name in "query_seq_lengths", "key_value_seq_lengths":
+    assert told[name].tolist() == [1, 3, 4]
 
 
 def test_auto_is_what_the_machine_has():

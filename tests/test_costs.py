@@ -115,6 +115,15 @@ def flops_of_a_layer(direction):
   return counts[1] - counts[0]
 
 
+@pytest.mark.parametrize(
+  ("kind", "matmuls"), [("xla", 4), ("cudnn", 5), ("blocks", 5), ("splash", 7)]
+)
+def test_attentions_backward_is_its_kernels_matmuls(kind, matmuls):
+  """Scores again but for XLA; dP, dV, dQ, dK; splash: scores and dP twice."""
+  counted = costs.gradient(BACKBONE, 0, 100, 0, remat=False, attention=kind)
+  assert counted.attention == (2 + matmuls) * 2 * 8 * 96 * 100
+
+
 # XLA's attention multiplies the whole square, masked or not.
 SQUARE = ROWS * TOKENS * TOKENS
 

@@ -73,6 +73,28 @@ def test_bad_flags(flags, says):
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(
+  ("error", "says", "code"),
+  [
+    ("28, 'No space left'", "stopped: No space left", 1),
+    ("28, 'No space left', 'a.json'", "stopped: No space left: a.json", 1),
+    ("'gone'", "error: gone", 2),
+  ],
+)
+def test_a_failing_disk_is_one_line(error, says, code):
+  text = f"""
+import sys
+from sesa_jax import main
+def mode():
+  raise OSError({error})
+main.MODES["plan"] = mode
+sys.exit(main.main(["main", "--mode=plan"]))"""
+  done = subprocess.run(
+    [sys.executable, "-c", text], capture_output=True, text=True, timeout=60
+  )
+  assert (done.stderr.splitlines()[-1], done.returncode) == (says, code)
+
+
 def test_help_names_flags_and_modes():
   done = command("--help")
   assert done.returncode == 0

@@ -107,6 +107,16 @@ def test_collectives_come_with_their_runs():
   assert totals == [384, 384, 32, 11]
 
 
+def test_a_loop_with_another_condition_is_not_counted():
+  """`i < 4 and more` may end before: its runs are unknown."""
+  counted = "ROOT %less = pred[] compare(%p.1, %end), direction=LT"
+  assert counted in TEXT
+  also = "ROOT %less = pred[] and(%p.1, %end)"
+  loop = hlo._Operation("w", "", "while", "%x), condition=%inner.cond, body=%b")
+  for text, trips in (TEXT, 4), (TEXT.replace(counted, also), 0):
+    assert hlo._trips(loop, hlo._computations(text)[0]) == trips
+
+
 def test_kernels_are_told_apart():
   assert hlo.kernels(TEXT) == {"splash": 1, "ragged_paged": 1, "cudnn": 1}
   lowered = (
@@ -289,6 +299,23 @@ def test_what_is_missing_is_what_switches_give(compile_to):
   assert make(most - waiting - 1e5).remedies == ()
 
 
+def test_a_step_that_is_refused_is_left_out(compile_to):
+  """Two heads of keys do not divide by four; two devices of a rollout help."""
+  compile_to(temporaries=0)
+  sizes = {"mesh.fsdp": 4, "mesh.tensor": 2, "engine.slots": 8}
+  sizes |= {"engine.pages": 7, "learner.offload": True}  # no episode less
+
+  def make(rollout, memory):
+    config = changed(**sizes, **{"mesh.rollout_tensor": rollout})
+    return plan.make(run.read(config, here(memory, devices=8), ()))
+
+  one, two = (
+    max(phase.total for phase in make(n, 1e12).phases) for n in (1, 2)
+  )
+  assert two < one
+  assert make(1, two).remedies == ("--config.mesh.rollout_tensor=2",)
+
+
 def test_pages_that_fit(compile_to):
   compile_to(temporaries=0)
   config = tiny.get_config()
@@ -388,6 +415,8 @@ def test_what_does_not_fit_is_said_and_coded(compile_to, one_device, capsys):
     ("v7:2x2", "Choices: here, a100:8"),
     ("v5e", "such as v5e:4x4"),
     ("v5e:4by4", "such as v5e:4x4"),
+    ("v5e:0x0", "such as v5e:4x4"),  # of these libtpu dies
+    ("v5e:4x0", "such as v5e:4x4"),
     ("a100:16", "from 1 to 8 GPUs"),
     ("a100:2x4", "from 1 to 8 GPUs"),
   ],
@@ -408,8 +437,12 @@ def test_what_is_not_installed_is_named(name, module, monkeypatch):
     "find_spec",
     lambda wanted: None if wanted == module else known(wanted),
   )
-  with pytest.raises(ValueError, match=r"needs .*sesa_jax\[plan\]"):
+  with pytest.raises(ValueError, match="needs ") as error:
     targets.find(name)
+  readme = (ROOT / "README.md").read_text("utf-8")
+  for way in "pip install -e '.[plan]'", ".venv/compilers/bin/python":
+    assert way in str(error.value)
+    assert way in readme
 
 
 @pytest.mark.compiles

@@ -443,14 +443,15 @@ def _remedies(
   ):
     if step and all(_value(config, name) == x for name, x in step.items()):
       continue
-    changes |= step
+    tried = changes | step
     try:
       found = plan
-      if changes:
-        other = read(changed(config, changes), run.target, ())
+      if tried:
+        other = read(changed(config, tried), run.target, ())
         found = make(other, known, remedies=False)
     except ValueError:
       continue  # heads or devices do not divide so
+    changes = tried
     cache, pages = found.caches[0], {}
     if not cache.fits and cache.episodes and not found.contiguous:
       pages = {"engine.pages": cache.fitting}

@@ -24,7 +24,10 @@ from sesa_jax import distributed
 FACTS = Path(__file__).parents[2] / "third_party" / "targets"
 GIB = 2**30
 HERE = "here"
-_INSTALL = "Install it: pip install 'sesa_jax[plan]'."
+_INSTALL = (
+  "Install it in a checkout: pip install -e '.[plan]'. Or `make plan` makes "
+  ".venv/compilers/bin/python, which has it."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ def find(name: str) -> Target:
     return _here()
   kind, _, size = name.partition(":")
   chips = _chips()
-  if kind not in chips or not re.fullmatch(r"\d+(x\d+)*", size):
+  if kind not in chips or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
     raise ValueError(
       f"Unknown --target={name}. Choices: here, a100:8, and of TPUs "
       f"{', '.join(k for k in chips if k != 'a100')} a topology, such as "

@@ -186,7 +186,8 @@ def _block(length: int, most: int) -> int:
     near = -(-length // _LANES) * _LANES
     raise ValueError(
       f"Rows of {length} tokens: on TPU a row's length must be a multiple of "
-      f"{_LANES}. The next one is {near}."
+      f"{_LANES}. The next one is {near}; set learner.row_multiple to a "
+      f"multiple of {_LANES}."
     )
   return next(n for n in range(most, 0, -_LANES) if length % n == 0)
 
