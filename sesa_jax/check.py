@@ -34,7 +34,7 @@ from sesa_jax import tools as tools_lib
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.judge import offline
 from sesa_jax.learner import packing
-from sesa_jax.policy import model, tokenizer, weights
+from sesa_jax.policy import model, weights
 from sesa_jax.search import engines
 from sesa_jax.stages import validity
 
@@ -160,19 +160,13 @@ def _check_disk(config, workdir) -> str:
 
 
 def _check_template(config) -> str:
-  words = tokenizer.load(
-    config.policy.source, tools_lib.locate(config.policy.path)
-  )
+  words = tools_lib.load_words(config)
   ids = prompts.render(
     words,
     prompts.solver(_ASKED),
     config.policy.template,
     config.policy.example,
   )
-  if _ASKED not in words.decode(ids):
-    raise ValueError(
-      f"The template {config.policy.template!r} loses the question."
-    )
   return f"a prompt of {len(ids)} tokens, template {config.policy.template!r}"
 
 
@@ -247,9 +241,7 @@ def scripted(config: Any, texts: tools_lib.Texts) -> tools_lib.World:
 
   Prompts, grammar, budgets, rules, rewards, bank and records are the run's.
   """
-  words = tokenizer.load(
-    config.policy.source, tools_lib.locate(config.policy.path)
-  )
+  words = tools_lib.load_words(config)
   script = Script(config, texts)
   embedder = tools_lib.load_encoder(config.encoder)
   engine = Engine(words, script)

@@ -11,9 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jinja2
+
 from sesa_jax import types
 
 TEMPLATES = ("native", "search_r1", "ssp")
+_WAY_OUT = (
+  "Correct it, or set policy.template to 'search_r1', which needs no system "
+  "turn, or 'ssp', which needs no chat template."
+)
 _TURN = "<|im_start|>"  # opens a turn of `ssp`, with any tokenizer
 
 SOLVER = """\
@@ -165,6 +171,23 @@ def check(tokenizer, template: str, example: bool) -> None:
     )
 
 
+def check_template(tokenizer, template: str, example: bool) -> None:
+  """Renders a prompt once, and looks for what must stand in it.
+
+  Raises:
+    ValueError: see `check`; the chat template fails, or leaves out the system
+      text or the question.
+  """
+  prompt = solver("Who wrote Hamlet?")
+  text = tokenizer.decode(render(tokenizer, prompt, template, example))
+  for name, part in (("system text", prompt.system), ("question", prompt.ask)):
+    if part not in text:
+      raise ValueError(
+        f"The tokenizer's chat template leaves out the {name} of a prompt "
+        f"(policy.template {template!r}). {_WAY_OUT}"
+      )
+
+
 def render(
   tokenizer, prompt: Prompt, template: str = "native", example: bool = False
 ) -> tuple[int, ...]:
@@ -192,7 +215,7 @@ def render(
     ids, up to and including the header of the assistant's turn.
 
   Raises:
-    ValueError: see `check`.
+    ValueError: see `check`; or the chat template fails.
 
   Sources: Jin et al. 2025, arXiv 2503.09516 (`search_r1`), and Search
   Self-play, arXiv 2510.18821 (`ssp`): who says what; the words are ours.
@@ -222,12 +245,18 @@ def render(
 
 
 def _chat(tokenizer, turns: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-  ids = tokenizer.apply_chat_template(
-    [{"role": role, "content": content} for role, content in turns],
-    add_generation_prompt=True,
-    enable_thinking=False,
-    return_dict=False,
-  )
+  try:
+    ids = tokenizer.apply_chat_template(
+      [{"role": role, "content": content} for role, content in turns],
+      add_generation_prompt=True,
+      enable_thinking=False,
+      return_dict=False,
+    )
+  except jinja2.TemplateError as error:
+    said = " ".join(str(error).split())
+    raise ValueError(
+      f"The tokenizer's chat template fails: {said}. {_WAY_OUT}"
+    ) from error
   return tuple(ids)
 
 

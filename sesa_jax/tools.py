@@ -391,7 +391,7 @@ def _check_starts(config: Any, backbone: Any) -> None:
 
 def _check_engine(config: Any, backbone: Any, mesh: Mesh) -> None:
   """Refuses what the engine could not be built with."""
-  sharding.check(backbone, fsdp=1, tensor=mesh.shape["tensor"])
+  check_rollout(backbone, mesh.shape["tensor"])
   engine_lib.layout(
     model.build(backbone),
     mesh,
@@ -399,6 +399,16 @@ def _check_engine(config: Any, backbone: Any, mesh: Mesh) -> None:
     ends=1,
     **engine_sizes(config),
   )
+
+
+def check_rollout(backbone: Any, tensor: int) -> None:
+  """Refuses a `mesh.rollout_tensor` that cannot share a backbone.
+
+  Raises:
+    ValueError: see `sharding.check`.
+  """
+  field = "mesh.rollout_tensor"
+  sharding.check(backbone, fsdp=1, tensor=tensor, field=field)
 
 
 def slot_tokens(config: Any) -> int:
@@ -739,6 +749,27 @@ class World:
   hashes: Mapping[str, str]  # for the manifest
 
 
+def load_words(config: Any) -> Any:
+  """Loads the tokenizer; refuses one that the policy cannot be asked with.
+
+  Raises:
+    ValueError: there is no tokenizer, it has ids that the weights have no rows
+      for, or its template does not render a prompt.
+  """
+  path = locate(config.policy.path)
+  words = tokenizer.load(config.policy.source, path)
+  rows = weights.check(config.policy.source, path).vocab_size
+  highest = max(words.get_vocab().values(), default=-1)
+  if highest >= rows:
+    raise ValueError(
+      f"The tokenizer of policy.path = {config.policy.path!r} has ids up to "
+      f"{highest}, but the weights have rows for {rows} ids (vocab_size). Put "
+      "the tokenizer beside them that they were trained with."
+    )
+  prompts.check_template(words, config.policy.template, config.policy.example)
+  return words
+
+
 def assemble(
   config: Any, texts: Texts, workdir: str | Path | None = None
 ) -> World:
@@ -755,9 +786,7 @@ def assemble(
       that was read is too long for an episode.
   """
   embedder = load_encoder(config.encoder)  # small: before weights
-  path = locate(config.policy.path)
-  words = tokenizer.load(config.policy.source, path)
-  prompts.check(words, config.policy.template, config.policy.example)
+  words = load_words(config)
   mesh = sharding.mesh(*mesh_sizes(config))
   paths = starts(config)
   loaded = {
@@ -802,7 +831,7 @@ def assemble(
     **_assets(config),
     "corpus": texts.library.digest,
     "index": _digest_of([texts.library.digest, texts.library.identity]),
-    "weights": _digest(path),
+    "weights": _digest(locate(config.policy.path)),
     **{
       f"weights/{role}": _digest(locate(config[role].path))
       for role in ROLES

@@ -258,6 +258,37 @@ def test_worked_episodes_need_a_chat(template, base, says):
     prompts.render(words, PROMPTS["solver"], template, example=True)
 
 
+EACH = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+  ("chat_template", "says"),
+  [
+    ("{{ raise_exception('No system\nturn!') }}", "fails: No system turn!"),
+    ("{% for m in messages %}", "fails: Unexpected end of template"),
+    ("{{ people[0] }}", "fails: 'people' is undefined"),
+    ("{% for m in messages[1:] %}{{ m['content'] }}{% endfor %}", "the system"),
+    ("{{ messages[0]['content'] }}", "leaves out the question"),
+  ],
+)
+def test_a_chat_template_that_fails_is_one_line(chat_template, says):
+  words = tokenizer.tiny()
+  words.chat_template = EACH
+  prompts.check_template(words, "native", example=False)
+  words.chat_template = chat_template
+  with pytest.raises(ValueError, match=says) as error:
+    prompts.check_template(words, "native", example=False)
+  assert "\n" not in str(error.value)
+  prompts.check_template(words, "ssp", example=False)
+
+
+@pytest.mark.parametrize("template", prompts.TEMPLATES)
+@pytest.mark.parametrize("base", [False, True])
+@every_family
+def test_every_family_s_template_keeps_what_is_asked(family, base, template):
+  prompts.check_template(loaded(family, base), template, example=False)
+
+
 @pytest.mark.parametrize("template", prompts.TEMPLATES)
 @pytest.mark.parametrize("base", [False, True])
 @every_family

@@ -50,7 +50,7 @@ def test_each_device_holds_its_share():
   assert whole / 8 <= held < whole / 7
 
 
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (2, 4), (1, 8)])
 def test_logits_are_those_of_one_device(shape):
   params = jax.jit(model.init, static_argnums=0)(BACKBONE, jax.random.key(0))
   ids = np.arange(64, dtype=np.int32).reshape(8, 8)
@@ -97,6 +97,11 @@ def test_heads_that_do_not_divide_name_the_sizes_that_would():
   with pytest.raises(ValueError, match=r"vocabulary = 500 .* would: 1, 2, 4\."):
     sharding.check(odd, fsdp=1, tensor=8)
   sharding.check(dataclasses.replace(odd, vocab_multiple=128), fsdp=1, tensor=8)
+  narrow = dataclasses.replace(BACKBONE, ffn=60)
+  with pytest.raises(ValueError, match=r"ffn = 60 .* mesh\.tensor = 8"):
+    sharding.check(narrow, fsdp=1, tensor=8)
+  with pytest.raises(ValueError, match=r"over a\.b = 8"):
+    sharding.check(few, fsdp=1, tensor=8, field="a.b")
 
 
 def test_an_unknown_leaf_is_an_error():

@@ -8,7 +8,7 @@ import pytest
 
 from configs import tiny
 from sesa_jax import tools
-from sesa_jax.policy import weights
+from sesa_jax.policy import tokenizer, weights
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,6 +100,38 @@ def test_worked_episodes_that_no_chat_can_show_are_refused(monkeypatch):
   config = tiny_config(**{"policy.template": "ssp", "policy.example": True})
   with pytest.raises(ValueError, match=r"Set policy\.example to False"):
     tools.assemble(config, tools.read(config))
+
+
+def test_a_tokenizer_with_more_ids_than_the_weights_is_refused(monkeypatch):
+  monkeypatch.setattr(weights, "load", None)
+  words = tokenizer.tiny()
+  words.add_tokens(["sesa"])
+  monkeypatch.setattr(tokenizer, "load", lambda source, path: words)
+  config = tiny_config()
+  with pytest.raises(ValueError, match="ids up to 512, .* rows for 512 ids"):
+    tools.assemble(config, tools.read(config))
+
+
+def test_a_template_that_loses_the_question_is_refused(monkeypatch):
+  monkeypatch.setattr(weights, "load", None)
+  words = tokenizer.tiny()
+  words.chat_template = "{{ messages[0]['content'] }}"
+  monkeypatch.setattr(tokenizer, "load", lambda source, path: words)
+  config = tiny_config(**{"policy.example": False})
+  with pytest.raises(ValueError, match="leaves out the question"):
+    tools.assemble(config, tools.read(config))
+
+
+def test_heads_that_a_rollout_cannot_share_name_its_field():
+  config = tiny_config(
+    **{
+      "mesh.fsdp": 4,
+      "mesh.rollout_tensor": 4,
+      "learner.microbatch_rows": 4,
+    }
+  )
+  with pytest.raises(ValueError, match=r"over mesh\.rollout_tensor = 4\."):
+    tools.check(config)
 
 
 def test_the_mesh_takes_all_devices_where_none_are_named():

@@ -80,7 +80,7 @@ def read(
   fsdp, tensor = tools.mesh_sizes(config, len(target.devices))
   packing.check_rows(config.learner.microbatch_rows, fsdp)
   sharding.check(backbone, fsdp=fsdp, tensor=tensor)
-  sharding.check(backbone, fsdp=1, tensor=config.mesh.rollout_tensor)
+  tools.check_rollout(backbone, config.mesh.rollout_tensor)
   mesh = sharding.mesh(fsdp, tensor, target.devices)
   if mesh.size < len(target.devices) and target.name != targets.HERE:
     raise ValueError(

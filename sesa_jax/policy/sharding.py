@@ -93,19 +93,27 @@ def _mesh(shape, names, devices) -> Mesh:
   )
 
 
-def check(backbone: Backbone, *, fsdp: int, tensor: int) -> None:
+def check(
+  backbone: Backbone, *, fsdp: int, tensor: int, field: str = "mesh.tensor"
+) -> None:
   """Checks that a backbone can be cut so. Needs no device.
+
+  Args:
+    backbone: the architecture.
+    fsdp: devices that share `dim`.
+    tensor: devices that share heads, feed-forward and vocabulary.
+    field: of the config, from which `tensor` is.
 
   Raises:
     ValueError: an axis does not divide; names the sizes that would.
   """
   # Heads are cut whole, so their number counts, not N * H.
   sizes = {
-    ("heads", backbone.heads, "tensor"): tensor,
-    ("kv_heads", backbone.kv_heads, "tensor"): tensor,
-    ("ffn", backbone.ffn, "tensor"): tensor,
-    ("padded vocabulary", backbone.table_rows, "tensor"): tensor,
-    ("dim", backbone.dim, "fsdp"): fsdp,
+    ("heads", backbone.heads, field): tensor,
+    ("kv_heads", backbone.kv_heads, field): tensor,
+    ("ffn", backbone.ffn, field): tensor,
+    ("padded vocabulary", backbone.table_rows, field): tensor,
+    ("dim", backbone.dim, "mesh.fsdp"): fsdp,
   }
   for (name, size, axis), parts in sizes.items():
     if size % parts:
@@ -114,7 +122,7 @@ def check(backbone: Backbone, *, fsdp: int, tensor: int) -> None:
         n for n in range(1, min(shared) + 1) if not any(s % n for s in shared)
       ]
       raise ValueError(
-        f"The backbone's {name} = {size} does not divide over mesh.{axis} = "
+        f"The backbone's {name} = {size} does not divide over {axis} = "
         f"{parts}. Sizes that would: {', '.join(map(str, fit[:12]))}."
       )
 
