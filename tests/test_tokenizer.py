@@ -198,6 +198,32 @@ def test_added_tokens_that_are_not_special_keep_their_bytes():
   assert tokenizer.token_bytes(ours)[512] == "<tool é>".encode()
 
 
+def test_ids_may_have_gaps():
+  bpe = tokenizers.models.BPE(vocab={"a": 0, "b": 5}, merges=[])
+  words = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(bpe))
+  assert tokenizer.token_bytes(words) == [b"a", *[b""] * 4, b"b"]
+
+
+def test_every_family_s_turns_end():
+  """At the marks of their published templates, whatever `eos_token` says."""
+  for mark in "<|eot_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>":
+    bpe = tokenizers.models.BPE(vocab={"a": 0, mark: 1}, merges=[])
+    words = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(bpe))
+    assert tokenizer.end_ids(words) == (1,), mark
+
+
+@pytest.mark.parametrize("part", ["model", "added_tokens"])
+def test_a_file_that_is_no_tokenizer_is_named(tiny, tmp_path, part):
+  tiny.save_pretrained(tmp_path)
+  path = tmp_path / "tokenizer.json"
+  parts = json.loads(path.read_text())
+  del parts[part]
+  for content in parts, {}:
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tokenizer\.json has no '"):
+      tokenizer.load("hf", tmp_path)
+
+
 def test_what_is_not_byte_level_is_an_error():
   word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"中": 0}, "中"))
   with pytest.raises(ValueError, match="not byte-level"):

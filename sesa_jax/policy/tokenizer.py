@@ -91,8 +91,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
   """
   added = tokenizer.added_tokens_decoder
   byte_of = _byte_of_character()
-  table = [b""] * len(tokenizer)
-  for token, index in tokenizer.get_vocab().items():
+  vocab = tokenizer.get_vocab()
+  # Not its size: ids may have gaps.
+  table = [b""] * (max(vocab.values(), default=-1) + 1)
+  for token, index in vocab.items():
     if index in added:
       table[index] = b"" if added[index].special else token.encode()
       continue
@@ -115,8 +117,14 @@ def end_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
 
 
 def _load_hf(folder: Path) -> PreTrainedTokenizerFast:
-  for name in ("tokenizer.json", "tokenizer_config.json"):
-    weights.read_json(folder / name)
+  parts = weights.read_json(folder / "tokenizer.json")
+  weights.read_json(folder / "tokenizer_config.json")
+  for name, kind in (("model", dict), ("added_tokens", list)):
+    if not isinstance(parts.get(name), kind):
+      raise ValueError(
+        f"{folder / 'tokenizer.json'} has no {name!r}, so it is no tokenizer; "
+        "fetch the file anew."
+      )
   # Not AutoTokenizer: its classes build some of the parts anew from the
   # vocabulary, while tokenizer.json is what the model was trained with.
   return PreTrainedTokenizerFast.from_pretrained(
