@@ -472,7 +472,15 @@ def test_cut_offs_are_for_those_who_ask(params, weights):
 
 
 @pytest.mark.parametrize(
-  "how", [dict(temperature=-1.0), dict(top_p=0.0), dict(top_p=1.5)]
+  "how",
+  [
+    dict(temperature=-1.0),
+    dict(temperature=float("nan")),
+    dict(temperature=float("inf")),
+    dict(top_p=0.0),
+    dict(top_p=1.5),
+    dict(top_k=-1),
+  ],
 )
 def test_sampling_that_there_is_not_is_an_error(weights, how):
   asked = dataclasses.replace(requests(1.0)[0], sampling=types.Sampling(**how))
@@ -576,6 +584,36 @@ def test_a_request_that_cannot_fit_is_an_error(weights):
   request = dataclasses.replace(requests(1.0)[0], prompt_ids=(1,) * 40)
   with pytest.raises(ValueError, match="prompt of 40 tokens.*holds 40"):
     engine.play(weights, [request], Script(), iteration=0)
+
+
+@pytest.mark.parametrize("bad", [-1, VOCABULARY])
+def test_ids_of_no_vocabulary_are_an_error(weights, bad):
+  """300, of tables that are padded beyond it."""
+  request = dataclasses.replace(requests(1.0)[0], prompt_ids=(1, bad, 2))
+  says = f"has the id {bad}; ids are from 0 to 299"
+  with pytest.raises(ValueError, match=f"Request 'r0' {says}"):
+    make().play(weights, [request], Script(), iteration=0)
+
+  class Sly(Script):
+    def respond(self, pause):
+      return types.Reply("append", ids=(1, bad))
+
+  with pytest.raises(ValueError, match=f"A reply to request 'r0' {says}"):
+    make().play(weights, requests(1.0, 1, 1), Sly(), iteration=0)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(attempts=0),
+    dict(limits=types.Limits(0, 100, 1)),
+    dict(limits=types.Limits(10, 100, 0)),
+  ],
+)
+def test_limits_that_leave_nothing_are_an_error(weights, changes):
+  request = dataclasses.replace(requests(1.0)[0], **changes)
+  with pytest.raises(ValueError, match="'r0' asks for .* are 1 or more"):
+    make().play(weights, [request], Script(), iteration=0)
 
 
 def test_two_requests_of_one_id_are_an_error(weights):

@@ -236,7 +236,7 @@ def _rpa_pool(pages, page_size, kv_heads, head_dim, dtype) -> Pool:
       f"{kv_heads} key-value heads of size {head_dim} a device in "
       f"{jnp.dtype(dtype).name}: ragged paged attention takes heads of size "
       f"128, and 2 x heads / {packed} must be 1, 2, 4 or a multiple of 8. "
-      "Choose another mesh.rollout_tensor, or engine.attention = 'xla'."
+      "Choose another mesh.rollout_tensor."
     )
   # Heads alternate: key 0, value 0, key 1, value 1, ...
   return jnp.zeros((pages, page_size, 2 * kv_heads, head_dim), dtype)
@@ -431,8 +431,7 @@ def resolve(
     return next(name for name, runs in can.items() if runs)
   if kind not in KINDS:
     raise ValueError(
-      f"engine.attention = {kind!r} is unknown. Choices: auto, "
-      f"{', '.join(KINDS)}."
+      f"The attention {kind!r} is unknown. Choices: auto, {', '.join(KINDS)}."
     )
   if not can[kind]:
     rule = (
@@ -441,8 +440,11 @@ def resolve(
       else "an NVIDIA GPU, bfloat16 or float16, and a head size that is a "
       "multiple of 8 up to 128"
     )
+    asked, other = f"The attention {kind!r}", "'auto'"
+    if kind == "cudnn_contiguous":
+      asked, other = "engine.cache = 'contiguous'", "'paged'"
     raise ValueError(
-      f"engine.attention = {kind!r} needs {rule}; here: {platform}, "
-      f"{dtype.name}, head size {head_dim}. 'auto' takes what can run."
+      f"{asked} needs {rule}; here: {platform}, {dtype.name}, head size "
+      f"{head_dim}. {other} takes what can run."
     )
   return kind

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from sesa_jax.engine import attention as attention_lib
 from sesa_jax.engine import decode, stops
 from sesa_jax.engine.pages import pages_for
 from sesa_jax.engine.play import Play
-from sesa_jax.engine.shard import Playing, sampling_key
+from sesa_jax.engine.shard import Playing, check_ids, sampling_key
 from sesa_jax.policy import sharding
 
 _PROBE_PROMPT, _PROBE_SAMPLED, _PROBE_ATTEMPTS = 48, 16, 2
@@ -190,8 +191,9 @@ class Engine:
       The episodes and the metrics.
 
     Raises:
-      ValueError: two requests share an id, one can never fit, or one samples
-        in a way that there is not.
+      ValueError: two requests share an id, one can never fit, one holds ids
+        that the vocabulary does not, as may a reply, or one samples or is
+        limited in a way that there is not.
     """
     began = time.perf_counter()
     self._check(requests)
@@ -255,6 +257,7 @@ class Engine:
     }
 
   def _check(self, requests: Sequence[types.Request]) -> None:
+    vocabulary = self.layout.graphdef.backbone.vocab_size
     names = [request.id for request in requests]
     if len(set(names)) != len(names):
       twice = [n for n, c in collections.Counter(names).items() if c > 1]
@@ -267,13 +270,9 @@ class Engine:
           f"tokens; an episode holds {limit}, and at least one is sampled. "
           "Shorten the prompt (bank.block_tokens) or raise episode_tokens."
         )
+      check_ids(f"Request {request.id!r}", request.prompt_ids, vocabulary)
       self._check_pages_of(request.id, limit)
-      how = request.sampling
-      if how.temperature < 0 or not 0 < how.top_p <= 1 or how.top_k < 0:
-        raise ValueError(
-          f"Request {request.id!r} asks for {how}; temperature and top_k are "
-          "0 or more, top_p is above 0 and at most 1."
-        )
+      _check_asked(request)
 
   def _check_pages_of(self, name: str, limit: int) -> None:
     """Raises if an episode could not be played even alone."""
@@ -286,6 +285,23 @@ class Engine:
         f"{needs + 1} (one is not used), or lower episode_tokens to "
         f"{have * size + 1}."
       )
+
+
+def _check_asked(request: types.Request) -> None:
+  """Raises if a request samples or is limited in a way that there is not."""
+  how, limits = request.sampling, request.limits
+  if not (
+    0 <= how.temperature < math.inf and 0 < how.top_p <= 1 and how.top_k >= 0
+  ):
+    raise ValueError(
+      f"Request {request.id!r} asks for {how}; temperature and top_k are 0 or "
+      "more, and finite, top_p is above 0 and at most 1."
+    )
+  if min(request.attempts, limits.turn_tokens, limits.turns) < 1:
+    raise ValueError(
+      f"Request {request.id!r} asks for {request.attempts} attempts of {limits}"
+      "; attempts, turn_tokens and turns are 1 or more."
+    )
 
 
 def rates(metrics: Mapping[str, float]) -> dict[str, float]:

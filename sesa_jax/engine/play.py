@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sesa_jax import distributed, types
 from sesa_jax.engine import decode, stops
-from sesa_jax.engine.shard import Held, Playing, Shard
+from sesa_jax.engine.shard import Held, Playing, Shard, check_ids
 
 # Of a running episode, what the devices are told in `decode.Rows`.
 _STATE: dict[str, tuple[Any, Callable[[Playing], Any]]] = {
@@ -328,6 +328,11 @@ class Play:
     end = playing.size
     if reply.kind == "append":
       assert len(reply.ids) <= playing.room, (len(reply.ids), playing.room)
+      check_ids(
+        f"A reply to request {playing.request.id!r}",
+        reply.ids,
+        self._layout.graphdef.backbone.vocab_size,
+      )
       playing.append(reply.ids)
     ids = playing.ids[playing.turn_start : end].tolist()
     playing.turns.append(

@@ -25,6 +25,16 @@ def sampling_key(seed: int, iteration: int, request_id: str, attempt: int):
   return np.frombuffer(hashlib.sha256(name).digest()[:8], np.uint32)
 
 
+def check_ids(whose: str, ids: Sequence[int], vocabulary: int) -> None:
+  """Raises a `ValueError` if an id is none of the vocabulary."""
+  for token in (min(ids), max(ids)) if len(ids) else ():
+    if not 0 <= token < vocabulary:
+      raise ValueError(
+        f"{whose} has the id {token}; ids are from 0 to {vocabulary - 1}. Make "
+        "them with the backbone's own tokenizer."
+      )
+
+
 # --- what has pages --------------------------------------------------------
 
 
