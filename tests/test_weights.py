@@ -107,8 +107,8 @@ def test_all_wrong_tensors_are_listed_in_one_error(folder):
   with pytest.raises(ValueError, match="does not hold") as error:
     weights.check("hf", str(folder))
   text = str(error.value)
-  assert "model.norm.weight is missing" in text
-  assert "model.layers.0.self_attn.q_proj.bias is unexpected" in text
+  assert "missing (1): model.norm.weight;" in text
+  assert "unexpected (1): model.layers.0.self_attn.q_proj.bias;" in text
   assert "model.layers.1.mlp.up_proj.weight is [16, 24], not [24, 16]" in text
   assert "\n" not in text
 
@@ -141,7 +141,7 @@ def test_missing_files_are_named(folder, tmp_path):
   with pytest.raises(ValueError, match="Choices: hf, gguf, random"):
     weights.check("hub", "")
   (folder / "model.safetensors").unlink()
-  with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
+  with pytest.raises(ValueError, match=r"lacks \(1\): model\.safe"):
     weights.check("hf", str(folder))
   (folder / "config.json").write_text("{")
   with pytest.raises(ValueError, match=r"config\.json is not JSON"):
@@ -155,8 +155,78 @@ def test_a_missing_shard_is_named(tmp_path):
   llama().save_pretrained(tmp_path, max_shard_size="6KB")
   shard = sorted(tmp_path.glob("*.safetensors"))[1]
   shard.unlink()
-  with pytest.raises(ValueError, match=f"lacks {shard.name}"):
+  with pytest.raises(ValueError, match=rf"lacks \(1\): {shard.name}\."):
     weights.check("hf", str(tmp_path))
+
+
+def test_faults_of_files_and_of_tensors_stand_in_one_error(tmp_path):
+  llama(num_hidden_layers=6).save_pretrained(tmp_path, max_shard_size="6KB")
+  index = tmp_path / "model.safetensors.index.json"
+  owners = json.loads(index.read_text())["weight_map"]
+  cut, cut_too, gone, *whole = sorted(set(owners.values()))
+  for name in (cut, cut_too):
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes()[:-1])
+  (tmp_path / gone).unlink()
+  last = whole[-1]
+  tensors = safetensors.torch.load_file(tmp_path / last)
+  dropped, kept = [n for n in owners if owners[n] == last][:2]
+  del tensors[dropped]
+  tensors[kept] = tensors[kept].to(torch.int8)
+  first = safetensors.torch.load_file(tmp_path / whole[0])
+  twice = next(iter(first))
+  tensors |= {twice: first[twice]}
+  tensors |= {f"extra.{n}": torch.zeros(1) for n in range(9)}
+  safetensors.torch.save_file(tensors, tmp_path / last)
+  with pytest.raises(ValueError, match="does not hold") as error:
+    weights.check("hf", tmp_path)
+  text = str(error.value)
+  assert "\n" not in text
+  assert f"truncated or corrupt (2): {tmp_path / cut} (" in text
+  assert f"{tmp_path / cut_too} (" in text
+  assert f"lacks (1): {gone};" in text
+  # Tensors of files that cannot be read are not missing on top.
+  assert f"missing (1): {dropped};" in text
+  assert f"{kept} is I8" in text
+  assert f"in two files (1): {twice};" in text
+  assert "unexpected (9): extra." in text
+  assert text.count("extra.") == 5
+  assert "and 4 more" in text
+
+
+@pytest.mark.parametrize("index", [{"weight_map": {"a": 1}}, {"weight_map": 7}])
+def test_an_index_that_names_no_files_is_an_error(folder, index):
+  (folder / "model.safetensors").unlink()
+  path = folder / "model.safetensors.index.json"
+  path.write_text(json.dumps(index))
+  with pytest.raises(ValueError, match="weight_map"):
+    weights.check("hf", folder)
+
+
+def test_a_single_file_goes_before_an_index(tmp_path):
+  llama().save_pretrained(tmp_path, max_shard_size="6KB")
+  other = llama()
+  with torch.no_grad():
+    other.lm_head.weight.fill_(3.0)
+  other.save_pretrained(tmp_path / "other")
+  (tmp_path / "other" / "model.safetensors").rename(
+    tmp_path / "model.safetensors"
+  )
+  _, params = weights.load("hf", tmp_path, vocab_multiple=1)
+  theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+  np.testing.assert_array_equal(
+    params["head"]["embedding"], theirs.lm_head.weight.detach()
+  )
+
+
+def test_tables_of_rotations_that_old_files_carry_are_no_fault(folder):
+  rewrite(
+    folder,
+    lambda tensors: tensors.update(
+      {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    ),
+  )
+  assert weights.check("hf", folder).layers == 2
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])

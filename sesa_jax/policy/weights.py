@@ -7,12 +7,13 @@ that this process's devices hold, leaf by leaf.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +68,8 @@ class _Store:
   backbone: Backbone
   shapes: Mapping[str, tuple[int, ...]]  # [out, in] for a kernel
   read: Callable[[str, tuple[slice, ...]], np.ndarray]  # a part of one
+  faults: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
+  lost: Collection[str] = ()  # tensors of files that cannot be read
 
 
 class Place(NamedTuple):
@@ -123,9 +126,9 @@ def check(
     The architecture, as `load` returns it.
 
   Raises:
-    ValueError: the source is unknown; a file is missing, truncated or corrupt;
-      the architecture is not implemented; tensors are missing, unexpected or
-      mis-shaped, listed in one error.
+    ValueError: the source is unknown; the architecture is not implemented; or,
+      in one error, files that are missing, truncated or corrupt, and tensors
+      that are missing, unexpected, mis-shaped, no floats or in two files.
   """
   backbone = (
     backbones.tiny() if source == "random" else _open(source, path).backbone
@@ -201,43 +204,62 @@ def _open_hf(folder: Path) -> _Store:
       "it is a folder with config.json, tokenizer.json and *.safetensors."
     )
   backbone = backbones.from_hf_config(read_json(folder / "config.json"))
-  index = folder / "model.safetensors.index.json"
-  if index.exists():
-    owners = read_json(index).get("weight_map")
-    files = sorted(set(owners.values())) if isinstance(owners, dict) else []
-  else:
-    files = ["model.safetensors"]
-  missing = [name for name in files if not (folder / name).is_file()]
-  if missing or not files:
-    raise ValueError(
-      f"{folder} lacks {', '.join(missing) or 'weights: its index is empty'}."
-    )
-  handles, shapes, kinds = {}, {}, {}
-  for name in files:
+  owners = _owners(folder, backbone)
+  faults: dict[str, list[str]] = collections.defaultdict(list)
+  handles, shapes, opened = {}, {}, set()
+  for file in sorted(set(owners.values())):
+    path = folder / file
+    if not path.is_file():
+      faults["lacks"].append(file)
+      continue
     try:
-      handle = safe_open(folder / name, framework="numpy")
+      handle = safe_open(path, framework="numpy")
     except SafetensorError as error:
-      raise ValueError(
-        f"{folder / name} is truncated or corrupt ({error}). Fetch it again."
-      ) from error
-    for tensor in handle.keys():
-      handles[tensor] = handle
-      header = handle.get_slice(tensor)
-      shapes[tensor] = tuple(header.get_shape())
-      kinds[tensor] = header.get_dtype()
-  quantized = [f"{n} is {k}" for n, k in kinds.items() if k not in _FLOATS]
-  if quantized:
-    raise ValueError(
-      f"{folder} holds tensors that are not {', '.join(_FLOATS)}: "
-      f"{_some(quantized)}."
-    )
+      faults["truncated or corrupt"].append(f"{path} ({error})")
+      continue
+    opened.add(file)
+    for name in handle.keys():
+      header = handle.get_slice(name)
+      if name in handles:
+        faults["in two files"].append(name)
+      if header.get_dtype() not in _FLOATS:
+        faults[f"not {', '.join(_FLOATS)}"].append(
+          f"{name} is {header.get_dtype()}"
+        )
+      handles[name], shapes[name] = handle, tuple(header.get_shape())
   return _Store(
     str(folder),
     HF,
     backbone,
     shapes,
     lambda name, part: handles[name].get_slice(name)[part],
+    faults,
+    {name for name, file in owners.items() if file not in opened},
   )
+
+
+def _owners(folder: Path, backbone: Backbone) -> dict[str, str]:
+  """Returns each tensor's file; a single file goes before an index.
+
+  As in transformers, which looks for `model.safetensors` first.
+  """
+  single, index = "model.safetensors", "model.safetensors.index.json"
+  if (folder / single).is_file() or not (folder / index).exists():
+    return dict.fromkeys(tensors(backbone), single)
+  owners = read_json(folder / index).get("weight_map")
+  if not owners or not isinstance(owners, dict):
+    raise ValueError(f"{folder} lacks weights: {index} has no weight_map.")
+  odd = [
+    f"{name}: {file!r}"
+    for name, file in owners.items()
+    if not isinstance(file, str)
+  ]
+  if odd:
+    raise ValueError(
+      f"{folder / index}: weight_map must name a file for each tensor; "
+      f"it has {_some(odd)}."
+    )
+  return owners
 
 
 def _open_gguf(path: Path) -> _Store:
@@ -327,39 +349,46 @@ def _name(path: Any) -> str:
 
 
 def _check_tensors(store: _Store) -> None:
-  """Raises one error that lists all tensors that are not as they should be."""
+  """Raises one error that lists all that is not as it should be."""
   expected = {
     name: place.shape
     for name, place in tensors(store.backbone, store.naming).items()
   }
+  faults = dict(store.faults)
+  faults["missing"] = [
+    name
+    for name in expected
+    if name not in store.shapes and name not in store.lost
+  ]
   # A copy of a tied head, and a table that old files carry, say nothing new.
-  unexpected = [
+  faults["unexpected"] = [
     name
     for name in store.shapes
     if name not in expected
     and not (store.backbone.tied and name == "lm_head.weight")
     and not name.endswith("rotary_emb.inv_freq")
   ]
-  faults = [
-    f"{name} is missing" for name in expected if name not in store.shapes
-  ]
-  faults += [f"{name} is unexpected" for name in unexpected]
-  faults += [
+  faults["mis-shaped"] = [
     f"{name} is {list(store.shapes[name])}, not {list(shape)}"
     for name, shape in expected.items()
     if name in store.shapes and store.shapes[name] != shape
   ]
-  if faults:
+  found = [
+    f"{kind} ({len(names)}): {_some(names)}"
+    for kind, names in faults.items()
+    if names
+  ]
+  if found:
     raise ValueError(
       f"{store.place} does not hold the weights that its configuration "
-      f"describes: {_some(faults)}."
+      f"describes; {'; '.join(found)}. Fetch it again, or correct config.json."
     )
 
 
-def _some(faults: list[str]) -> str:
-  """Lists faults in one line that stays readable."""
-  more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
-  return "; ".join(faults[:20] + more)
+def _some(names: list[str]) -> str:
+  """Lists a handful of names."""
+  more = [f"and {len(names) - 5} more"] if len(names) > 5 else []
+  return ", ".join(names[:5] + more)
 
 
 def _places(backbone: Backbone, mesh: Mesh | None) -> Any:
