@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 
@@ -238,11 +239,68 @@ def test_transformers_5_spelling_of_rope_is_read():
     ),
     (LLAMA_3_1_8B, {"hidden_size": None}, "hidden_size"),
     (LLAMA_3_1_8B, {"num_key_value_heads": 5}, "num_key_value_heads"),
+    (LLAMA_3_1_8B, {"n_routed_experts": 8}, "n_routed_experts = 8"),
+    (LLAMA_3_1_8B, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    (LLAMA_3_1_8B, {"attention_multiplier": 0.1}, "attention_multiplier = 0.1"),
+    (LLAMA_3_1_8B, {"scale_emb": 12}, "scale_emb = 12"),
+    (LLAMA_3_1_8B, {"logit_scale": 0.0625}, "logit_scale = 0.0625"),
   ],
 )
 def test_a_field_that_is_not_implemented_is_named(base, change, named):
   with pytest.raises(ValueError, match=named):
     backbones.from_hf_config(base | change)
+
+
+COUNT = "must be a whole number of at least 1."
+REAL = "must be a finite number above 0."
+
+
+def scaling(**changes):
+  return {"rope_scaling": LLAMA_3_1_8B["rope_scaling"] | changes}
+
+
+@pytest.mark.parametrize(
+  ("change", "says"),
+  [
+    ({"num_hidden_layers": "2"}, f"num_hidden_layers = '2' {COUNT}"),
+    ({"num_hidden_layers": 2.0}, f"num_hidden_layers = 2.0 {COUNT}"),
+    ({"num_hidden_layers": -1}, f"num_hidden_layers = -1 {COUNT}"),
+    ({"num_hidden_layers": True}, f"num_hidden_layers = True {COUNT}"),
+    ({"vocab_size": "9"}, f"vocab_size = '9' {COUNT}"),
+    ({"num_attention_heads": 0}, f"num_attention_heads = 0 {COUNT}"),
+    ({"num_key_value_heads": "8"}, "num_key_value_heads = '8' must be null or"),
+    ({"head_dim": 0}, "head_dim = 0 must be null or"),
+    ({"max_position_embeddings": None}, f"embeddings = None {COUNT}"),
+    ({"rms_norm_eps": "1e-6"}, f"rms_norm_eps = '1e-6' {REAL}"),
+    ({"rms_norm_eps": None}, f"rms_norm_eps = None {REAL}"),
+    ({"rope_theta": None}, f"rope_theta = None {REAL}"),
+    ({"rope_theta": math.nan}, f"rope_theta = nan {REAL}"),
+    ({"rope_theta": math.inf}, f"rope_theta = inf {REAL}"),
+    ({"tie_word_embeddings": "false"}, "= 'false' must be true or false."),
+    ({"architectures": [1]}, "= [1] must be null or a list of strings."),
+    ({"model_type": []}, "model_type is []"),
+    ({"layer_types": "full"}, "layer_types = 'full' must be null or"),
+    ({"use_sliding_window": "no"}, "use_sliding_window = 'no' must be null or"),
+    ({"max_window_layers": "2"}, "max_window_layers = '2' must be null or"),
+    ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn' must be null or an obj"),
+    ({"rope_scaling": []}, "rope_scaling = [] must be null or an object."),
+    ({"rope_parameters": [1]}, "rope_parameters = [1] must be null or an obj"),
+    (scaling(rope_theta=None), f"rope_scaling.rope_theta = None {REAL}"),
+    (scaling(factor="8"), f"rope_scaling.factor = '8' {REAL}"),
+    (scaling(low_freq_factor=0), f"low_freq_factor = 0 {REAL}"),
+    (scaling(original_max_position_embeddings=0), f"embeddings = 0 {COUNT}"),
+    (scaling(high_freq_factor=1.0), "1.0 must be below high_freq_factor = 1.0"),
+  ],
+)
+def test_a_value_of_the_wrong_kind_is_named(change, says):
+  with pytest.raises(ValueError, match=re.escape(says)) as error:
+    backbones.from_hf_config(LLAMA_3_1_8B | change)
+  assert "\n" not in str(error.value)
+
+
+def test_heads_of_no_width_are_an_error():
+  with pytest.raises(ValueError, match="even head_dim, got 0"):
+    backbones.from_hf_config(LLAMA_3_1_8B | {"hidden_size": 16})
 
 
 def test_a_window_that_starts_after_the_last_layer_is_not_in_use():
@@ -252,10 +310,11 @@ def test_a_window_that_starts_after_the_last_layer_is_not_in_use():
 
 
 def test_an_unknown_field_is_said(caplog):
-  odd = QWEN3_0_6B | {"swirl": 2, "use_cache": True}
+  rope = {"rope_type": "default", "twist": 2}
+  odd = QWEN3_0_6B | {"swirl": 2, "use_cache": True, "rope_scaling": rope}
   with caplog.at_level("WARNING", logger="absl"):
     assert backbones.from_hf_config(odd) == backbones.published("qwen3_0_6b")
-  assert "fields unknown here: swirl" in caplog.text
+  assert "change nothing: swirl, rope_scaling.twist" in caplog.text
   assert "use_cache" not in caplog.text
 
 

@@ -1,13 +1,14 @@
 """Architectures: what a Hugging Face `config.json` says about the function.
 
 A field that changes what a model computes is read, or is an error that names
-it; none is ignored.
+it; one that is unknown here is named in a warning.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Backbone:
         f"{self.heads} query heads do not divide over {self.kv_heads} "
         "key-value heads (num_attention_heads, num_key_value_heads)."
       )
-    if self.head_dim % 2:
+    if self.head_dim < 2 or self.head_dim % 2:
       raise ValueError(f"RoPE needs an even head_dim, got {self.head_dim}.")
 
 
@@ -93,6 +94,50 @@ _READ = (
   "max_window_layers"
 ).split()
 
+# What a field that is read must be; null where the rule begins with it.
+_COUNT = "a whole number of at least 1"
+_SIZE = "a whole number of at least 0"
+_REAL = "a finite number above 0"
+_BOOL = "true or false"
+_NAMES = "a list of strings"
+_SET = "an object"
+_KEPT: dict[str, Callable[[Any], bool]] = {
+  _COUNT: lambda value: type(value) is int and value >= 1,
+  _SIZE: lambda value: type(value) is int and value >= 0,
+  _REAL: lambda value: type(value) in (int, float) and 0 < value < math.inf,
+  _BOOL: lambda value: isinstance(value, bool),
+  _NAMES: lambda value: (
+    isinstance(value, list) and all(isinstance(name, str) for name in value)
+  ),
+  _SET: lambda value: isinstance(value, Mapping),
+}
+_NULL = "null or "
+_RULES = dict.fromkeys((*_NEEDED, "max_position_embeddings"), _COUNT) | {
+  "rms_norm_eps": _REAL,
+  "rope_theta": _REAL,
+  "tie_word_embeddings": _BOOL,
+  "num_key_value_heads": _NULL + _COUNT,
+  "head_dim": _NULL + _COUNT,
+  "original_max_position_embeddings": _NULL + _COUNT,
+  "use_sliding_window": _NULL + _BOOL,
+  "sliding_window": _NULL + _SIZE,
+  "max_window_layers": _NULL + _SIZE,
+  "layer_types": _NULL + _NAMES,
+  "architectures": _NULL + _NAMES,
+  "rope_scaling": _NULL + _SET,
+  "rope_parameters": _NULL + _SET,
+}
+_LLAMA_RULES = {  # in the order of LlamaRope
+  "factor": _REAL,
+  "low_freq_factor": _REAL,
+  "high_freq_factor": _REAL,
+  "original_max_position_embeddings": _COUNT,
+}
+_ROPE_READ = {
+  *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
+  *_LLAMA_RULES,
+}
+
 # Fields that change the function, with the values that leave it as it is here.
 _OFF = (None, False, 0, 0.0)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -117,6 +162,32 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "logits_scaling": (None, 1.0),
   "logit_scale": (None, 1.0),
 }
+_NEUTRAL |= dict.fromkeys(
+  (
+    # Experts.
+    "n_routed_experts n_shared_experts num_experts_per_tok num_shared_experts "
+    "moe_intermediate_size shared_expert_intermediate_size moe_layers "
+    "first_k_dense_replace "
+    # Queries, keys and values.
+    "clip_qkv use_qk_norm qk_layernorm attention_sinks attention_chunk_size "
+    "attn_temperature_tuning kv_lora_rank q_lora_rank cross_attention_layers "
+    "use_alibi alibi rope_local_base_freq no_rope_layer_interval "
+    "sliding_window_pattern query_pre_attn_scalar "
+    # Scales, biases and the order of a block.
+    "attn_logit_softcap final_logit_softcap scale_depth dim_model_base "
+    "use_bias bias lm_head_bias attention_out_bias "
+    "parallel_attn use_parallel_residual use_post_norm "
+    "sandwich_norm"
+  ).split(),
+  _OFF,
+)
+_NEUTRAL |= dict.fromkeys(
+  (
+    "scale_emb embedding_scale lm_head_multiplier residual_scale "
+    "logits_scale output_multiplier_scale key_multiplier"
+  ).split(),
+  (None, 1.0),
+)
 # Fields that files carry and that leave the function as it is.
 _HARMLESS = frozenset(
   (
@@ -136,14 +207,19 @@ def from_hf_config(config: Mapping[str, Any]) -> Backbone:
     config: of type llama, qwen2 or qwen3, as transformers 4 or 5 write it.
 
   Raises:
-    ValueError: a field is missing, or asks for what is not implemented.
+    ValueError: a field is missing, is of the wrong kind, or asks for what is
+      not implemented.
   """
   family = config.get("model_type")
-  if family not in _FAMILIES:
+  if not isinstance(family, str) or family not in _FAMILIES:
     raise ValueError(
       f"config.json: model_type is {family!r}; implemented are "
       f"{', '.join(_FAMILIES)}."
     )
+  missing = [name for name in _NEEDED if config.get(name) is None]
+  if missing:
+    raise ValueError(f"config.json lacks {', '.join(missing)}.")
+  _check_values(config, _RULES)
   for name in config.get("architectures") or ():
     if not name.endswith("ForCausalLM"):
       raise ValueError(
@@ -161,11 +237,17 @@ def from_hf_config(config: Mapping[str, Any]) -> Backbone:
   _check_window(values)
   known = {*_COMMON, *_FAMILIES[family], *_NEEDED, *_READ, *_NEUTRAL}
   unknown = sorted(config.keys() - known - _HARMLESS)
+  unknown += [
+    f"{place}.{name}"
+    for place in ("rope_scaling", "rope_parameters")
+    for name in (config.get(place) or {})
+    if name not in _ROPE_READ
+  ]
   if unknown:
-    logging.warning("config.json: fields unknown here: %s", ", ".join(unknown))
-  missing = [name for name in _NEEDED if values.get(name) is None]
-  if missing:
-    raise ValueError(f"config.json lacks {', '.join(missing)}.")
+    logging.warning(
+      "config.json: fields unknown here, taken to change nothing: %s",
+      ", ".join(unknown),
+    )
   heads = values["num_attention_heads"]
   return Backbone(
     vocab_size=values["vocab_size"],
@@ -265,9 +347,24 @@ def tiny(vocab_size: int = 512) -> Backbone:
   )
 
 
+def _check_values(
+  fields: Mapping[str, Any], rules: Mapping[str, str], place: str = ""
+) -> None:
+  """Raises at the first field that is there and breaks its rule."""
+  for name, rule in rules.items():
+    value = fields.get(name)
+    if name not in fields or (value is None and rule.startswith(_NULL)):
+      continue
+    if not _KEPT[rule.removeprefix(_NULL)](value):
+      raise ValueError(
+        f"config.json: {place}{name} = {value!r} must be {rule}."
+      )
+
+
 def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
   """Reads RoPE of transformers 4 (rope_scaling) and 5 (rope_parameters)."""
-  fields = config.get("rope_scaling") or config.get("rope_parameters") or {}
+  place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+  fields = config.get(place) or {}
   nested = [n for n, value in fields.items() if isinstance(value, Mapping)]
   if nested:
     raise ValueError(
@@ -277,21 +374,28 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
   kind = fields.get("rope_type", fields.get("type", "default"))
   found: dict[str, Any] = {"rope_scaling": None}
   if "rope_theta" in fields:
+    _check_values(fields, {"rope_theta": _REAL}, f"{place}.")
     found["rope_theta"] = fields["rope_theta"]
   if "partial_rotary_factor" in fields:
     found["partial_rotary_factor"] = fields["partial_rotary_factor"]
   if kind == "llama3":
     context = "original_max_position_embeddings"
-    names = ("factor", "low_freq_factor", "high_freq_factor", context)
     # Where it stands outside as well, transformers goes by that one.
     if config.get(context) is not None:
       fields = {**fields, context: config[context]}
-    missing = [name for name in names if name not in fields]
+    missing = [name for name in _LLAMA_RULES if name not in fields]
     if missing:
       raise ValueError(
         f"config.json: rope scaling 'llama3' lacks {', '.join(missing)}."
       )
-    found["rope_scaling"] = LlamaRope(*(fields[name] for name in names))
+    _check_values(fields, _LLAMA_RULES, f"{place}.")
+    low, high = fields["low_freq_factor"], fields["high_freq_factor"]
+    if low >= high:
+      raise ValueError(
+        f"config.json: {place}.low_freq_factor = {low!r} must be below "
+        f"high_freq_factor = {high!r}."
+      )
+    found["rope_scaling"] = LlamaRope(*(fields[name] for name in _LLAMA_RULES))
   elif kind != "default":
     raise ValueError(
       f"config.json: rope scaling {kind!r} is not implemented; implemented "
