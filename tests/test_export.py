@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
@@ -279,6 +280,62 @@ def test_a_failure_leaves_nothing(tmp_path, words):
   with pytest.raises(OSError, match="gone"):
     export.save(tmp_path / "deep" / "out", backbones.tiny(), words, read)
   assert not list((tmp_path / "deep").iterdir())
+
+
+@pytest.mark.parametrize("out", ["link", "dangling", ".", "new/.."])
+def test_what_a_rename_cannot_replace_is_refused_early(
+  tmp_path, monkeypatch, words, out
+):
+  (tmp_path / "work").mkdir()
+  (tmp_path / "target").mkdir()
+  (tmp_path / "link").symlink_to("target")
+  (tmp_path / "dangling").symlink_to("nowhere")
+  monkeypatch.chdir(tmp_path / "work")
+  path = out if "." in out else tmp_path / out
+  with pytest.raises(ValueError, match="link, the working directory or a mou"):
+    export.check(path, "float32")
+
+
+KILLED = """
+import os, signal, sys
+from sesa_jax.policy import backbones, export, tokenizer
+
+def read(path):
+  os.kill(os.getpid(), int(sys.argv[2]))
+
+export.save(sys.argv[1], backbones.tiny(), tokenizer.tiny(), read)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path, words, number):
+  out = tmp_path / "out"
+  done = subprocess.run(
+    [sys.executable, "-c", KILLED, str(out), str(int(number))],
+    cwd=ROOT,
+    timeout=120,
+    capture_output=True,
+  )
+  assert done.returncode == -number, done.stderr
+  (left,) = tmp_path.iterdir()
+  assert left.name.startswith(".out.")
+  # Somebody's own, and that of an export to another place.
+  (tmp_path / ".out.mine").mkdir()
+  shutil.copytree(left, tmp_path / ".outer.1")
+  params = reader(model.init(backbones.tiny(), jax.random.key(0)))
+  export.save(out, backbones.tiny(), words, params)
+  names = {path.name for path in tmp_path.iterdir()}
+  assert names == {"out", ".out.mine", ".outer.1"}
+
+
+def test_an_export_that_goes_on_is_left_alone(tmp_path, words):
+  out = tmp_path / "out"
+  params = reader(model.init(backbones.tiny(), jax.random.key(0)))
+  with export._beside(out):
+    (other,) = tmp_path.iterdir()
+    export.save(out, backbones.tiny(), words, params)
+    assert other.is_dir()
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # --- the mode --------------------------------------------------------------

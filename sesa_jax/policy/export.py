@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +20,7 @@ from sesa_jax.policy import backbones, tokenizer, weights
 from sesa_jax.policy.backbones import Backbone
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # names in a file's header
+_LOCK = "export.lock"  # held by the process that writes beside it
 LIMIT = 5 * 10**9  # bytes of tensors a file, as transformers cuts them
 
 
@@ -24,7 +28,8 @@ def check(out: str | Path, dtype: str) -> None:
   """Refuses what `save` would, before anything is loaded.
 
   Raises:
-    ValueError: `out` is a file or holds something, or the dtype is unknown.
+    ValueError: `out` is a file, a link, the working directory or a mount, or
+      holds something; or the dtype is unknown.
   """
   if dtype not in DTYPES:
     raise ValueError(
@@ -34,6 +39,12 @@ def check(out: str | Path, dtype: str) -> None:
   if out.exists() and (not out.is_dir() or any(out.iterdir())):
     raise ValueError(
       f"--out={out} exists and is no empty folder. Name another, or remove it."
+    )
+  # A rename, which is the last step, cannot replace these.
+  if out.is_symlink() or out.resolve() == Path.cwd() or out.is_mount():
+    raise ValueError(
+      f"--out={out} is a link, the working directory or a mount, which an "
+      "export cannot replace. Name a folder inside it, or a new one."
     )
 
 
@@ -65,13 +76,9 @@ def save(
   """
   check(out, dtype)
   config = _config(backbone, words, dtype)
-  out = Path(out)
+  out = Path(out).resolve()
   out.parent.mkdir(parents=True, exist_ok=True)
-  # Beside its place, so that a rename puts it there; gone if anything fails.
-  with tempfile.TemporaryDirectory(
-    dir=out.parent, prefix=f".{out.name}."
-  ) as beside:
-    folder = Path(beside) / "model"
+  with _beside(out) as folder:
     words.save_pretrained(folder)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation(words))
@@ -83,6 +90,30 @@ def save(
     )
     _write_weights(folder, backbone, read, dtype, limit)
     folder.rename(out)
+
+
+@contextlib.contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+  """Yields a folder to make, one rename from `out`; gone if anything fails.
+
+  A kill leaves it behind, but not its lock: the next export to the same place
+  removes what is there and no longer locked.
+  """
+  prefix = f".{out.name}."
+  for left in out.parent.iterdir():
+    if left.name.startswith(prefix):
+      # Somebody else's, or one that still writes.
+      with contextlib.suppress(OSError), (left / _LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(left)
+  with (
+    tempfile.TemporaryDirectory(dir=out.parent, prefix=prefix) as beside,
+    (Path(beside) / f"{_LOCK}.new").open("w") as lock,
+  ):
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Under its name only once it is locked.
+    Path(lock.name).rename(Path(beside) / _LOCK)
+    yield Path(beside) / "model"
 
 
 def _config(
