@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 
 from sesa_jax import distributed, environment, prompts, types
 from sesa_jax.data import benchmarks, seeds
+from sesa_jax.engine import decode
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.judge import chat, ledger, offline, verdicts
 from sesa_jax.judge import distiller as distiller_lib
@@ -175,6 +176,33 @@ def check(config: Any) -> None:
     ValueError: a choice is unknown or not in this version, a number is out of
       range, a batch does not divide, or devices or files are missing.
   """
+  check_values(config)
+  fsdp, tensor = mesh_sizes(config)
+  mesh = sharding.mesh(fsdp, tensor)
+  if distributed.count() > 1 and mesh.size < len(jax.devices()):
+    raise ValueError(
+      f"mesh.fsdp = {fsdp} x mesh.tensor = {tensor} leaves some of the "
+      f"{len(jax.devices())} devices of {distributed.count()} processes idle, "
+      "and every process has to play. Set mesh.fsdp = 0, which takes all."
+    )
+  packing.check_rows(config.learner.microbatch_rows, fsdp)
+  backbone = weights.check(config.policy.source, locate(config.policy.path))
+  _check_starts(config, backbone)
+  sharding.check(backbone, fsdp=fsdp, tensor=tensor)
+  _check_engine(config, backbone, rollout_mesh(config, mesh))
+  if len(priming.read(config.bank.prime)) > config.bank.capacity:
+    raise ValueError(
+      f"bank.prime = {config.bank.prime!r} holds more skills than "
+      f"bank.capacity = {config.bank.capacity}."
+    )
+
+
+def check_values(config: Any) -> None:
+  """Refuses values that no machine could run with; a part of `check`.
+
+  Raises:
+    ValueError: a choice is unknown, or a number is out of range.
+  """
   one_of = grpo.one_of
   one_of("policy.template", config.policy.template, prompts.TEMPLATES)
   one_of("verifier.answerer", config.verifier.answerer, ANSWERERS)
@@ -216,30 +244,6 @@ def check(config: Any) -> None:
     )
   one_of("policy.attention", config.policy.attention, ATTENTIONS)
   one_of("engine.cache", config.engine.cache, CACHES)
-  fsdp, tensor = mesh_sizes(config)
-  mesh = sharding.mesh(fsdp, tensor)
-  if distributed.count() > 1 and mesh.size < len(jax.devices()):
-    raise ValueError(
-      f"mesh.fsdp = {fsdp} x mesh.tensor = {tensor} leaves some of the "
-      f"{len(jax.devices())} devices of {distributed.count()} processes idle, "
-      "and every process has to play. Set mesh.fsdp = 0, which takes all."
-    )
-  packing.check_rows(config.learner.microbatch_rows, fsdp)
-  backbone = weights.check(config.policy.source, locate(config.policy.path))
-  _check_starts(config, backbone)
-  sharding.check(backbone, fsdp=fsdp, tensor=tensor)
-  _check_engine(config, backbone, rollout_mesh(config, mesh))
-  if slot_tokens(config) > backbone.context:
-    raise ValueError(
-      f"Episodes of up to {slot_tokens(config)} tokens do not fit into the "
-      f"backbone's context of {backbone.context}. Lower episode_tokens or "
-      "verifier.max_tokens."
-    )
-  if len(priming.read(config.bank.prime)) > config.bank.capacity:
-    raise ValueError(
-      f"bank.prime = {config.bank.prime!r} holds more skills than "
-      f"bank.capacity = {config.bank.capacity}."
-    )
 
 
 def check_distillation(config: Any) -> None:
@@ -392,13 +396,29 @@ def _check_starts(config: Any, backbone: Any) -> None:
 def _check_engine(config: Any, backbone: Any, mesh: Mesh) -> None:
   """Refuses what the engine could not be built with."""
   check_rollout(backbone, mesh.shape["tensor"])
-  engine_lib.layout(
+  layout = engine_lib.layout(
     model.build(backbone),
     mesh,
     steps=config.engine.steps_per_dispatch,
     ends=1,
     **engine_sizes(config),
   )
+  check_longest(config, layout)
+
+
+def check_longest(config: Any, layout: decode.Layout) -> None:
+  """Refuses a longest episode that could not be played even alone.
+
+  Raises:
+    ValueError: the backbone's context or the pages of a data shard are fewer.
+  """
+  longest, context = slot_tokens(config), layout.graphdef.backbone.context
+  if longest > context:
+    raise ValueError(
+      f"Episodes of up to {longest} tokens do not fit into the backbone's "
+      f"context of {context}. Lower episode_tokens or verifier.max_tokens."
+    )
+  engine_lib.check_pages("The longest episode", longest, layout)
 
 
 def check_rollout(backbone: Any, tensor: int) -> None:

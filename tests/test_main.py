@@ -204,6 +204,7 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"policy__template": "x"}, "Choices: native, search_r1, ssp"),
     ({"policy__attention": "x"}, "Choices: auto, xla, splash, cudnn"),
     ({"engine__cache": "x"}, "Choices: paged, contiguous"),
+    ({"engine__pages": 3}, "Set engine.pages to at least 7"),
     ({"mesh__fsdp": -1}, "mesh.fsdp = -1: it must be at least 0"),
     ({"mesh__rollout_tensor": 0}, "mesh.rollout_tensor = 0"),
     ({"mesh__fsdp": 0, "mesh__tensor": 3}, "the 8 devices that mesh.fsdp = 0"),

@@ -15,6 +15,7 @@ import rich.console
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import qwen3_0_6b, qwen3_4b, tiny
+from sesa_jax import tools
 from sesa_jax.engine import decode
 from sesa_jax.plan import compiled, hlo, plan, run, tables, targets
 from sesa_jax.policy import backbones, sharding
@@ -486,6 +487,34 @@ def test_weights_need_not_be_here(monkeypatch, tmp_path):
   other = plan.changed(config, {"name": "mine"})
   with pytest.raises(ValueError, match="assets:qwen3-4b.*Unknown backbone"):
     run.architecture(other)
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "says"),
+  [
+    ("engine.pages", 6, "longest .* to 768 tokens, 6 pages .* at least 7"),
+    ("engine.pages", -1, "at least 0"),
+    ("verifier.max_tokens", 8192, "up to 8192 tokens .* context of 4096"),
+    ("policy.compute_dtype", "foo", "Choices: float32, bfloat16"),
+    ("policy.compute_dtype", "int8", "Choices: float32, bfloat16"),
+    ("learner.moments", "int8", "Choices: float32, bfloat16"),
+    ("engine.steps_per_dispatch", 0, "at least 1"),
+    ("engine.page_size", 0, "at least 1"),
+    ("mesh.tensor", 0, "at least 1"),
+    ("mesh.rollout_tensor", 0, "at least 1"),
+    ("learner.row_multiple", 0, "at least 1"),
+    ("learner.row_multiple", -1, "at least 1"),
+  ],
+)
+def test_what_a_run_refuses_has_no_plan(name, value, says):
+  with pytest.raises(ValueError, match=says) as error:
+    run.read(changed(**{name: value}), here(), ())
+  assert "\n" not in str(error.value)
+
+
+def test_pages_of_one_longest_episode_are_enough():
+  found = run.read(changed(**{"engine.pages": 7}), here(), ())
+  tools.check_longest(found.config, found.layout)
 
 
 def test_sizes_that_do_not_go_together_are_refused():

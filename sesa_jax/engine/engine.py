@@ -271,20 +271,29 @@ class Engine:
           "Shorten the prompt (bank.block_tokens) or raise episode_tokens."
         )
       check_ids(f"Request {request.id!r}", request.prompt_ids, vocabulary)
-      self._check_pages_of(request.id, limit)
+      check_pages(f"Request {request.id!r}", limit, self.layout)
       _check_asked(request)
 
-  def _check_pages_of(self, name: str, limit: int) -> None:
-    """Raises if an episode could not be played even alone."""
-    size, have = self.layout.page_size, self.layout.pages - 1
-    needs = pages_for(limit - 1, size)  # the last id need not be in the pool
-    if needs > have:
-      raise ValueError(
-        f"Request {name!r} may grow to {limit} tokens, {needs} pages of "
-        f"{size}; a data shard has {have}. Set engine.pages to at least "
-        f"{needs + 1} (one is not used), or lower episode_tokens to "
-        f"{have * size + 1}."
-      )
+
+def check_pages(what: str, limit: int, layout: decode.Layout) -> None:
+  """Refuses an episode that could not be played even alone.
+
+  Args:
+    what: is played, as a message calls it.
+    limit: ids that it may grow to.
+    layout: of `layout`.
+
+  Raises:
+    ValueError: a data shard has fewer pages.
+  """
+  size, have = layout.page_size, layout.pages - 1
+  needs = pages_for(limit - 1, size)  # the last id need not be in the pool
+  if needs > have:
+    raise ValueError(
+      f"{what} may grow to {limit} tokens, {needs} pages of {size}; a data "
+      f"shard has {have}. Set engine.pages to at least {needs + 1} (one is not "
+      f"used), or lower episode_tokens to {have * size + 1}."
+    )
 
 
 def _check_asked(request: types.Request) -> None:

@@ -73,9 +73,10 @@ def read(
     backbone: another architecture than the config's.
 
   Raises:
-    ValueError: sizes that do not go together.
+    ValueError: values that a run refuses, or sizes that do not go together.
   """
   config = tools.for_machine(config, target.machine, given)
+  tools.check_values(config)
   backbone = backbone or architecture(config)
   fsdp, tensor = tools.mesh_sizes(config, len(target.devices))
   packing.check_rows(config.learner.microbatch_rows, fsdp)
@@ -99,6 +100,7 @@ def read(
     if target.name == targets.HERE
     else sharding.rollout_mesh(config.mesh.rollout_tensor, target.host),
   )
+  tools.check_longest(config, layout)
   lengths = {
     role: packing.row_length(
       config[role].episode_tokens, config.learner.row_multiple
