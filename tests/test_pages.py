@@ -84,6 +84,15 @@ def test_check_finds(owners, fault):
     pool.check(owners)
 
 
+def test_check_finds_a_lost_page():
+  pool = pages.Pages(4)
+  (held,) = pool.take(1)
+  pool.check([[held]])
+  del pool._free[next(iter(pool._free))]
+  with pytest.raises(AssertionError, match="free list is wrong"):
+    pool.check([[held]])
+
+
 @pytest.mark.parametrize(
   ("tokens", "count"), [(0, 0), (1, 1), (16, 1), (17, 2), (32, 2)]
 )

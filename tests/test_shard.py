@@ -213,6 +213,70 @@ def test_the_oldest_is_served_first():
   assert list(one.queue) == [third]
 
 
+def test_who_begins_leaves_residents_what_they_need_next():
+  one = make(slots=2, pages=5)
+  (first,) = enqueue(one, 4)
+  one.admit()
+  compute(one)
+  sample([first], 4)
+  (second,) = enqueue(one, 4, first=1)
+  # Two pages are free; the first episode is about to take one of them.
+  one.admit()
+  assert one.residents() == [first]
+  one.reserve()
+  one.check()
+  assert list(one.queue) == [second]
+  assert one.counts["preempted"] == 0
+
+
+def test_a_prompt_that_is_to_be_copied_makes_no_room():
+  one = make(pages=9)
+  playings = enqueue(one, 10, attempts=2)
+  (other,) = enqueue(one, 4, first=1)
+  # The prompt and its attempts own seven of eight pages; the next needs two.
+  one.admit()
+  assert list(one.queue) == [other]
+  assert [p.prompt for p in playings] == [one.prompts["r0"]] * 2
+  assert len(compute(one)) == 2
+
+
+def test_the_largest_of_the_kept_prompts_goes_first():
+  one = make(pages=11)
+  large, small = enqueue(one, 10, 5)
+  for playing in (large, small):
+    one._keep(playing.request)
+  assert one.pages.free == 10 - 3 - 1
+  assert one._spare(8, None)
+  assert set(one.prompts) == {"r1"}
+
+
+def test_nothing_is_dropped_for_who_must_yield_anyway():
+  """The older one, in the last slot, is asked first."""
+  one = make(slots=2, pages=9, steps=8)
+  first, second = enqueue(one, 4, 4)
+  one.admit()
+  one.release(first)
+  (third,) = enqueue(one, 4, first=2)
+  one.admit()
+  fourth, _ = enqueue(one, 5, attempts=2, first=3)
+  one._keep(fourth.request)
+  compute(one)
+  sample([second], 4)  # lacks one page
+  sample([third], 8)  # lacks two; one is free, one is the kept prompt's
+  one.reserve()
+  assert one.residents() == [second]
+  assert one.queue[0] is third
+  assert set(one.prompts) == {"r3"}
+
+
+def test_pages_are_for_what_a_turn_may_still_sample():
+  one = make(steps=4)
+  # Seven ids are computed, and one may follow.
+  (alone,) = enqueue(one, 8, turn_tokens=1)
+  one.admit()
+  assert len(alone.pages) == 2
+
+
 def test_check_finds_what_must_not_be():
   one = make()
   playings = enqueue(one, 10, attempts=2)

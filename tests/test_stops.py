@@ -70,6 +70,16 @@ def test_walk_continues_behind_a_stop_that_meant_nothing(before, after):
   assert found == expected
 
 
+def test_a_stop_string_inside_another_ends_first():
+  automaton = stops.compile_stops(["abc", "b"], [b"a", b"b", b"c"])
+  assert first_hit(automaton, [0, 1, 2]) == 1
+
+
+def test_walk_reads_as_much_as_the_longest_stop_string_has():
+  automaton = stops.compile_stops(["abcd"], [b"a", b"b", b"c", b"d", b""])
+  assert automaton.table[automaton.walk([3, 0, 1, 4, 2]), 3] == automaton.hit
+
+
 def test_special_tokens_leave_the_state():
   automaton = stops.compile_stops(["ab"], [b"a", b"b", b""])
   assert first_hit(automaton, [0, 2, 1]) == 2
