@@ -276,6 +276,7 @@ def scaling(**changes):
     ({"rope_theta": None}, f"rope_theta = None {REAL}"),
     ({"rope_theta": math.nan}, f"rope_theta = nan {REAL}"),
     ({"rope_theta": math.inf}, f"rope_theta = inf {REAL}"),
+    ({"rope_theta": 10**309}, f"0 {REAL}"),
     ({"tie_word_embeddings": "false"}, "= 'false' must be true or false."),
     ({"architectures": [1]}, "= [1] must be null or a list of strings."),
     ({"model_type": []}, "model_type is []"),

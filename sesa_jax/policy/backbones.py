@@ -7,7 +7,7 @@ it; one that is unknown here is named in a warning.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,9 @@ _SET = "an object"
 _KEPT: dict[str, Callable[[Any], bool]] = {
   _COUNT: lambda value: type(value) is int and value >= 1,
   _SIZE: lambda value: type(value) is int and value >= 0,
-  _REAL: lambda value: type(value) in (int, float) and 0 < value < math.inf,
+  _REAL: lambda value: (
+    type(value) in (int, float) and 0 < value <= sys.float_info.max
+  ),
   _BOOL: lambda value: isinstance(value, bool),
   _NAMES: lambda value: (
     isinstance(value, list) and all(isinstance(name, str) for name in value)
