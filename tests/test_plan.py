@@ -237,7 +237,25 @@ def test_phases_by_hand(compile_to):
   assert found.fits
 
 
-def test_an_offload_frees_what_waits_and_not_what_runs(compile_to):
+@pytest.fixture
+def host_apart(monkeypatch):
+  """Makes the host's memory another than the devices', as with a TPU."""
+  monkeypatch.setattr(
+    compiled, "_elsewhere", lambda place: place.memory_kind == "pinned_host"
+  )
+
+
+def test_an_offload_of_a_cpu_frees_nothing(compile_to):
+  compile_to(temporaries=0)
+  kept, offloaded = (
+    plan.make(run.read(changed(**{"learner.offload": off}), here(), ()))
+    for off in (False, True)
+  )
+  assert kept.phases == offloaded.phases
+  assert kept.step == offloaded.step
+
+
+def test_an_offload_frees_what_waits_and_not_what_runs(compile_to, host_apart):
   compile_to(temporaries=0)
   both = [
     plan.make(run.read(changed(**{"learner.offload": off}), here(), ()))
@@ -282,7 +300,7 @@ def test_devices_share_what_is_cut(compile_to):
   assert parts["solver"] == 3 * weights + 12
 
 
-def test_what_is_missing_is_what_switches_give(compile_to):
+def test_what_is_missing_is_what_switches_give(compile_to, host_apart):
   """Memory for all but the moments of both policies, less a byte or none."""
   compile_to(temporaries=5000)
   config = changed(**{"engine.pages": 7})  # a rollout needs least
@@ -352,6 +370,15 @@ def test_an_estimate_by_hand(compile_to):
   # One update: the reference's pass alone.
   assert found["solver/flops/score"] == forward
   assert found["solver/seconds/score"] == pytest.approx(forward / 1e15)
+  # Six rows at 384 ids: all weights, float32, and 512 bytes an id, read but
+  # for the new ones, which are written.
+  step = 4 * PARAMETERS + 2 * 2 * 2 * 16 * 4 * (6 * 384 + 6)
+  assert found["solver/bytes/rollout"] == 12 * 576 / 6 * step
+  # Weights and two moments, read and written; the gradient, read twice.
+  assert found["solver/bytes/update"] == 8 * 4 * PARAMETERS
+  assert found["solver/seconds/update"] == pytest.approx(
+    found["solver/flops/update"] / 1e15 + 8 * 4 * PARAMETERS / 1e12
+  )
   seconds = [x for name, x in found.items() if "/seconds/" in name]
   assert found["hours"] == pytest.approx(sum(seconds) / 3600)
 
@@ -393,10 +420,17 @@ def test_tables_and_json_say_the_same(compile_to, one_device, capsys):
   assert found["fits"] is True
   assert found["programs"]["accumulate"]["temporaries"] == 3 * MIB
   assert {phase["name"] for phase in found["phases"]} >= {"rollout"}
+  moved = found["estimate"]["solver/bytes/rollout"] / 1e9
+  step = found["caches"][0]["step_bytes"] / 1e9
   assert tables.main(tiny.get_config(), "here", (), as_json=False) == 0
   shown = capsys.readouterr().out
   assert "It fits." in shown
   assert "accumulate" in shown
+  lines = [line.split() for line in shown.splitlines()]
+  assert [line[3] for line in lines if line[:2] == ["solver", "rollout"]] == [
+    f"{moved:,.2f}"
+  ]
+  assert f"{step:,.2f}" in next(x for x in lines if x[:1] == ["xla"])
 
 
 def test_what_does_not_fit_is_said_and_coded(compile_to, one_device, capsys):

@@ -118,12 +118,21 @@ def _compile(
 
 
 def device_bytes(tree: Any) -> float:
-  """Returns what each device's own memory holds of a tree of placed shapes."""
+  """Returns what each device's memory holds of a tree of placed shapes.
+
+  A CPU's devices share the host's memory: there an offload frees nothing.
+  """
 
   def held(leaf: Any) -> float:
     place = getattr(leaf, "sharding", None)
-    if place is None or place.memory_kind == "pinned_host":
+    if place is None or _elsewhere(place):
       return 0.0
     return float(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
 
   return sum(map(held, jax.tree.leaves(tree)), 0.0)
+
+
+def _elsewhere(place: jax.sharding.Sharding) -> bool:
+  """Whether a placement is in memory that is not the devices'."""
+  first = next(iter(place.device_set))
+  return place.memory_kind == "pinned_host" and first.platform != "cpu"

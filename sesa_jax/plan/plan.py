@@ -63,7 +63,9 @@ class Cache:
   width: int  # pages of the longest episode
   shards: int  # data shards of all hosts together
   temporaries: float  # bytes of the decode loop, on each device
-  tokens_per_second: float | None  # an estimate, of all hosts together
+  rows: float = 0.0  # in a decode step of a data shard, at half their longest
+  step_bytes: float = 0.0  # that such a step reads and writes
+  tokens_per_second: float | None = None  # an estimate, of all hosts together
 
   @property
   def usable(self) -> int:
@@ -266,8 +268,9 @@ def _rollout(
       width=layout.width,
       shards=layout.data * run.target.hosts,
       temporaries=decoding.temporaries,
-      tokens_per_second=None,
     )
+    rows, moved = decode_step(run, layout, cache)
+    cache = dataclasses.replace(cache, rows=rows, step_bytes=moved)
     rate = decode_rate(run, layout, cache)
     caches.append(dataclasses.replace(cache, tokens_per_second=rate))
     if not number:
@@ -320,14 +323,13 @@ def _load(run: Run) -> Any:
   )
 
 
-def decode_rate(run: Run, layout: decode.Layout, cache: Cache) -> float | None:
-  """Returns the roofline of sampled tokens a second, of all hosts.
+def decode_step(
+  run: Run, layout: decode.Layout, cache: Cache
+) -> tuple[float, float]:
+  """Returns the rows of a decode step of a data shard, and bytes it moves.
 
   Rows are at half their longest, and as many as the pages hold.
   """
-  chip = run.target.chip
-  if chip is None or not cache.usable:
-    return None
   half = layout.width * layout.page_size / 2
   rows = min(layout.slots, cache.usable * layout.page_size / half)
   moved = costs.decode_bytes(
@@ -337,10 +339,19 @@ def decode_rate(run: Run, layout: decode.Layout, cache: Cache) -> float | None:
     # Gathered at full length: read, written, and read by the kernel.
     whole = layout.slots * layout.width * layout.page_size
     moved += 2 * whole * costs.kv_bytes(run.backbone, layout.dtype.itemsize)
+  return rows, moved
+
+
+def decode_rate(run: Run, layout: decode.Layout, cache: Cache) -> float | None:
+  """Returns the roofline of sampled tokens a second, of all hosts."""
+  chip, rows = run.target.chip, cache.rows
+  if chip is None or not rows:
+    return None
+  half = layout.width * layout.page_size / 2
   flops = costs.forward(run.backbone, rows, rows * half, rows).total
   tensor = layout.mesh.shape["tensor"]
   seconds = costs.seconds(
-    flops / tensor, moved / tensor, chip.flops, chip.bandwidth
+    flops / tensor, cache.step_bytes / tensor, chip.flops, chip.bandwidth
   )
   return rows / seconds * cache.shards
 
@@ -354,7 +365,8 @@ def estimate(run: Run, cache: Cache) -> dict[str, float]:
   machine is faster; one that needs twice as long does well.
 
   Returns:
-    tokens, sampled tokens and FLOPs, by role and phase; where the chip's rates
+    tokens, sampled tokens and FLOPs, by role and phase, and the bytes that
+    decode steps and Adam move, of all devices together; where the chip's rates
     are known seconds too, and hours of all.
   """
   found: dict[str, float] = {}
@@ -362,12 +374,17 @@ def estimate(run: Run, cache: Cache) -> dict[str, float]:
   for role in ROLES:
     work = _work(run, role)
     found |= {f"{role}/{name}": value for name, value in work.items()}
+    questions = run.config[role].minibatch_questions
+    steps = math.ceil(run.config.questions / questions)
+    moved = steps * costs.apply_bytes(run.backbone, width)
+    found[f"{role}/bytes/update"] = moved
+    if cache.rows:
+      steps = work["sampled"] / cache.rows
+      found[f"{role}/bytes/rollout"] = steps * cache.step_bytes
     chip, rate = run.target.chip, cache.tokens_per_second
     if chip is None or rate is None:
       continue
-    devices, values = len(run.target.devices), run.config[role]
-    steps = math.ceil(run.config.questions / values.minibatch_questions)
-    moved = steps * costs.apply_bytes(run.backbone, width) / devices
+    devices = len(run.target.devices)
     seconds = {
       name: work[f"flops/{name}"] / (chip.flops * devices)
       for name in ("prefill", "score", "update")
@@ -375,7 +392,8 @@ def estimate(run: Run, cache: Cache) -> dict[str, float]:
     found |= {
       f"{role}/seconds/rollout": work["sampled"] / rate + seconds["prefill"],
       f"{role}/seconds/score": seconds["score"],
-      f"{role}/seconds/update": seconds["update"] + moved / chip.bandwidth,
+      f"{role}/seconds/update": seconds["update"]
+      + moved / devices / chip.bandwidth,
     }
   seconds = [value for name, value in found.items() if "/seconds/" in name]
   if seconds:

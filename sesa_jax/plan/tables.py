@@ -185,6 +185,7 @@ def _caches(plan: Plan) -> rich.table.Table:
     "pages that fit",
     "tokens",
     "longest episodes",
+    "GB a decode step",
     "tokens/s",
   )
   for cache in plan.caches:
@@ -195,31 +196,36 @@ def _caches(plan: Plan) -> rich.table.Table:
       f"{cache.fitting:,}{'' if cache.fits else ' !'}",
       f"{cache.tokens:,}",
       f"{cache.episodes:,}",
+      f"{cache.step_bytes / 1e9:,.2f}",
       "-" if rate is None else f"{rate:,.0f}",
     )
   return table
 
 
 def _costs(plan: Plan) -> rich.table.Table:
-  """FLOPs, hours and the bytes of collectives."""
+  """FLOPs, bytes and hours; the bytes of collectives."""
   table = _table(
-    "An iteration, if every episode reached its longest (counted; hours are a "
-    "roofline, an estimate: no machine is faster, and half of it is good)",
+    "An iteration, if every episode reached its longest (counted; GB are what "
+    "decode steps and Adam move on all devices; hours are a roofline, an "
+    "estimate: no machine is faster, and half of it is good)",
     "what",
     "PFLOP",
+    "GB",
     "hours",
   )
   found = plan.estimate
   for name in [n for n in found if "/flops/" in n]:
     role, _, part = name.split("/")
     seconds = found.get(f"{role}/seconds/{part}")
+    moved = found.get(f"{role}/bytes/{part}")
     table.add_row(
       f"{role} {part}",
       f"{found[name] / 1e15:,.1f}",
+      "-" if moved is None else f"{moved / 1e9:,.2f}",
       "-" if seconds is None else f"{seconds / 3600:.2f}",
     )
   if "hours" in found:
-    table.add_row("all", "", f"{found['hours']:.2f}")
+    table.add_row("all", "", "", f"{found['hours']:.2f}")
   table.add_section()
   for name, program in plan.programs.items():
     sums: collections.Counter[str] = collections.Counter()
@@ -229,6 +235,9 @@ def _costs(plan: Plan) -> rich.table.Table:
       runs[c.kind] += max(1, c.trips) * c.count
     for kind, size in sums.most_common():
       table.add_row(
-        f"{name}: {runs[kind]:,} x {kind}", "", f"{size / 1e9:.2f} GB"
+        f"a call of {name}: {runs[kind]:,} x {kind}, each device",
+        "",
+        f"{size / 1e9:,.2f}",
+        "",
       )
   return table
