@@ -412,7 +412,7 @@ def test_every_setting_reaches_the_client(tmp_path, monkeypatch):
     cache=tmp_path / "judge_cache", log=tmp_path / "judge_failures.jsonl",
   )  # fmt: skip
   assert ledger.price == (0.3, 0.4, 0.1)
-  assert (ledger.max_tokens, ledger.max_cost) == (9, 1.5)
+  assert ledger.limits == {"tokens": 9, "cost": 1.5}
   assert ledger._path == tmp_path / "judge_spent.json"
   assert (judge.verdict_tokens, judge.answer_tokens) == (33, 44)
   config.judge.cache = "elsewhere"
