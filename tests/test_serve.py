@@ -190,6 +190,8 @@ def test_the_command_serves_an_index_until_ctrl_c(tmp_path):
     [*command, "--mode=serve", "--engine=bm25", "--port=0", index],
     **kwargs,
     stderr=subprocess.PIPE,
+    # Where the tests run in the background, their children ignore it.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   ) as serving:
     for line in serving.stderr:
       if found := re.search(r"http://[\d.:]+/retrieve", line):
