@@ -264,7 +264,8 @@ def _check(weights, posed, pool, world, config, number) -> Checked:
   )
 
 
-def _solve(weights, tasks, shown, blocks, tools, config, number):
+def _solve(weights, tasks, shown, blocks, tools, config, number, **others):
+  ways = {"attempts": config.solver.group_size} | others
   return selfplay.solve(
     weights,
     tasks,
@@ -272,10 +273,10 @@ def _solve(weights, tasks, shown, blocks, tools, config, number):
     blocks,
     tools,
     iteration=number,
-    attempts=config.solver.group_size,
     sampling=types.Sampling(config.solver.temperature),
     limits=_limits(config.solver),
     judge=tools.judge if config.judge.verdicts else None,
+    **ways,
   )
 
 
@@ -284,19 +285,17 @@ def _control(weights, tasks, shown, tools, config, number):
   primed = [task for task in tasks if shown.get(task.id)]
   if not config.bank.control_attempts or not primed:
     return []
-  attempts, _ = selfplay.solve(
+  attempts, _ = _solve(
     weights,
     primed,
     {},
     {},
     tools,
-    iteration=number,
+    config,
+    number,
     attempts=config.bank.control_attempts,
-    sampling=types.Sampling(config.solver.temperature),
-    limits=_limits(config.solver),
     arm="control",
     prefix="control/",  # draws of their own
-    judge=tools.judge if config.judge.verdicts else None,
   )
   return attempts
 

@@ -7,7 +7,6 @@ skills (arXiv 2607.29468).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from absl import logging
 
 from sesa_jax import loop, metrics, report, types
 from sesa_jax import tools as tools_lib
+from sesa_jax.data import lines
 from sesa_jax.judge import scoring
 from sesa_jax.language import as_targets, question_key
 from sesa_jax.search import engines
@@ -99,14 +99,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, row in enumerate(metrics.read_episodes(path), 1):
       yield f"{path}, line {number}", row
     return
-  for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-    if not line.strip():
-      continue
-    where = f"{path}, line {number}"
-    try:
-      row = json.loads(line)
-    except ValueError as error:
-      raise ValueError(f"{where} is not JSON ({error}).") from error
+  for where, row in lines.rows(path):
     if not isinstance(row, dict):
       raise ValueError(f"{where} holds no JSON object.")
     yield where, row

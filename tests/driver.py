@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 
+from sesa_jax import metrics
 from tests import scripted
 
 PLACES = {
@@ -40,6 +41,16 @@ def playing_the_script():
     yield
   finally:
     engine.Engine = real
+
+
+def rows_of(folder: metrics.RunFolder, arm: str) -> list[dict]:
+  """Returns the episodes of an arm, in the order in which they ended."""
+  return [
+    row
+    for path in metrics.episode_files(folder.path)
+    for row in metrics.read_episodes(path)
+    if row["arm"] == arm
+  ]
 
 
 def kill_at(place: str, count: int) -> None:

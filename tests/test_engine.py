@@ -330,8 +330,9 @@ def test_the_work_is_counted(weights):
   assert metrics["slot_steps"] == places
 
 
-def test_flops_are_those_of_the_useful_work(weights):
+def test_flops_are_those_of_the_useful_work(weights, monkeypatch):
   """Two operations for each multiply-add, worked out layer by layer."""
+  monkeypatch.setattr(engine_lib, "matmul_rate", lambda mesh, dtype: 4e6)
   asked = requests(1.0, attempts=1, count=2)
   played = make().play(weights, asked, Script(), iteration=0)
   b, flops = BACKBONE, 0
@@ -343,6 +344,7 @@ def test_flops_are_those_of_the_useful_work(weights):
       flops += 2 * b.layers * (b.dim * mixed + attended)
     flops += 2 * b.dim * b.vocab_size * int(episode.mask.sum())
   assert played.metrics["flops"] == pytest.approx(flops, rel=1e-12)
+  assert played.metrics["seconds/matmul"] == pytest.approx(flops / 4e6)
 
 
 def test_rates_are_ratios_of_sums():

@@ -71,15 +71,6 @@ def run(config, folder):
   return metrics.RunFolder(folder)
 
 
-def rows_of(folder, arm):
-  return [
-    row
-    for path in metrics.episode_files(folder.path)
-    for row in metrics.read_episodes(path)
-    if row["arm"] == arm
-  ]
-
-
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
   """Two iterations with a model as judge, answerer and distiller."""
@@ -102,7 +93,7 @@ def kind(prediction):
 def test_a_models_verdicts_are_the_runs(judged):
   folder, server, _ = judged
   verdict = {}
-  for row in rows_of(folder, "solver"):
+  for row in driver.rows_of(folder, "solver"):
     prediction = kind(row["prediction"])
     verdict.setdefault(prediction, set()).add(row["verdict"])
     assert row["reward"] == (row["verdict"] == "right")
@@ -129,7 +120,7 @@ def test_exact_matches_and_missing_answers_are_not_asked_about(judged):
 
 def test_the_model_answers_the_evidence_check(judged):
   folder, _, _ = judged
-  assert not rows_of(folder, "evidence")
+  assert not driver.rows_of(folder, "evidence")
   states = [row["state"] for row in folder.read("questions.jsonl")]
   assert "valid" in states
   assert "unverified" not in states
@@ -383,7 +374,7 @@ def test_verdicts_may_be_exact_match_alone(tmp_path):
   assert verdicts.EVIDENCE in texts
   found = {
     r["verdict"]
-    for r in rows_of(folder, "solver")
+    for r in driver.rows_of(folder, "solver")
     if kind(r["prediction"]) == "almost"
   }
   assert found == {"wrong"}

@@ -50,15 +50,6 @@ def controlled(tmp_path_factory):
   return metrics.RunFolder(folder)
 
 
-def rows_of(folder, arm):
-  return [
-    row
-    for path in metrics.episode_files(folder.path)
-    for row in metrics.read_episodes(path)
-    if row["arm"] == arm
-  ]
-
-
 # --- the history -------------------------------------------------------------
 
 
@@ -87,7 +78,7 @@ def test_a_replay_of_a_run_as_it_was_is_the_run(controlled):
   np.testing.assert_array_equal(again.retired[0], run.retired)
   asked = {
     (row["iteration"], row["request_id"])
-    for row in rows_of(controlled, "solver")
+    for row in driver.rows_of(controlled, "solver")
   }
   ranked = [event for event in events if event["event"] == "rank"]
   assert [event["iteration"] for event in ranked] == [1, 2, 3]
@@ -159,13 +150,13 @@ def test_control_credit_and_effects_by_hand(controlled):
   success = {}
   for arm in ("solver", "control"):
     right = {}
-    for row in rows_of(controlled, arm):
+    for row in driver.rows_of(controlled, arm):
       key = row["iteration"], row["request_id"].removeprefix("control/")
       right.setdefault(key, []).append(row["verdict"] == "right")
     success[arm] = {key: np.mean(found) for key, found in right.items()}
   primed = {
     (row["iteration"], row["request_id"])
-    for row in rows_of(controlled, "solver")
+    for row in driver.rows_of(controlled, "solver")
     if row["skill_ids"]
   }
   assert success["control"].keys() == primed

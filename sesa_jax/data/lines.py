@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def numbered(path: Path) -> Iterator[tuple[int, str]]:
@@ -25,3 +27,20 @@ def numbered(path: Path) -> Iterator[tuple[int, str]]:
         ) from None
       if text.strip():
         yield number, text
+
+
+def rows(path: Path) -> Iterator[tuple[str, Any]]:
+  """Yields the JSON values of a JSONL file, each with its file and line.
+
+  Raises:
+    ValueError: a line is not JSON; names file and line.
+  """
+  for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    if not line.strip():
+      continue
+    where = f"{path}, line {number}"
+    try:
+      row = json.loads(line)
+    except ValueError as error:
+      raise ValueError(f"{where} is not JSON ({error}).") from error
+    yield where, row

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sesa_jax import metrics, prompts
+from sesa_jax.data import lines
 from sesa_jax.types import Skill
 
 STATES = ("active", "retired", "evicted")
@@ -163,14 +163,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
   if not path.is_file():
     raise ValueError(f"{path}: no such file of skills.")
   rows: dict[str, dict[str, Any]] = {}
-  for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-    if not line.strip():
-      continue
-    where = f"{path}, line {number}"
-    try:
-      row = json.loads(line)
-    except ValueError as error:
-      raise ValueError(f"{where} is not JSON ({error}).") from error
+  for where, row in lines.rows(path):
     check_row(row, where)
     if row["id"] in rows:
       raise ValueError(f"{where}, key 'id': {row['id']!r} occurs twice.")
