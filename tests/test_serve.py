@@ -181,7 +181,13 @@ def test_a_length_must_be_stated_and_not_too_much(server, header, status):
 def test_the_command_serves_an_index_until_ctrl_c(tmp_path):
   env = os.environ | {"PYTHONPATH": str(ROOT)}
   index = f"--config.search.index={tmp_path / 'index'}"
-  command = [sys.executable, "-m", "sesa_jax.main", "--config=configs/tiny.py"]
+  # Where the tests run in the background, their children ignore Ctrl-C.
+  program = (
+    "import runpy, signal;"
+    "signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "runpy.run_module('sesa_jax.main', run_name='__main__', alter_sys=True)"
+  )
+  command = [sys.executable, "-c", program, "--config=configs/tiny.py"]
   kwargs = dict(cwd=ROOT, env=env, text=True)
   build = [*command, "--mode=index", "--engine=bm25", index]
   done = subprocess.run(build, **kwargs, capture_output=True, check=True)
@@ -190,8 +196,6 @@ def test_the_command_serves_an_index_until_ctrl_c(tmp_path):
     [*command, "--mode=serve", "--engine=bm25", "--port=0", index],
     **kwargs,
     stderr=subprocess.PIPE,
-    # Where the tests run in the background, their children ignore it.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   ) as serving:
     for line in serving.stderr:
       if found := re.search(r"http://[\d.:]+/retrieve", line):
