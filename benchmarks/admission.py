@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from sesa_jax import tools
+from sesa_jax import config as config_lib
 from sesa_jax.retrieval import encoder
 from sesa_jax.types import Encoder
 
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--pairs", nargs="+", default=FILES)
   args = parser.parse_args(arguments)
   embedder = encoder.load(
-    tools.locate(args.encoder),
+    config_lib.locate(args.encoder),
     query_prefix="",
     passage_prefix=args.passage_prefix,
   )

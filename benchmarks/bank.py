@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.sides import Process, Side, SideError, folder, set_up
-from sesa_jax import tools
+from sesa_jax import config as config_lib
 from sesa_jax.data import benchmarks, corpus
 from sesa_jax.retrieval import encoder, index
 from sesa_jax.types import Encoder
@@ -52,7 +52,7 @@ def pieces(count: int) -> list[str]:
   Raises:
     ValueError: the corpus has fewer.
   """
-  passages = corpus.load(tools.locate(CORPUS), passage_words=PIECE_WORDS)
+  passages = corpus.load(config_lib.locate(CORPUS), passage_words=PIECE_WORDS)
   found = list(dict.fromkeys(passage.text for passage in passages))
   if count > len(found):
     raise ValueError(f"--sizes: {count}, but there are {len(found)} texts.")
@@ -62,7 +62,7 @@ def pieces(count: int) -> list[str]:
 
 def questions(count: int) -> list[str]:
   """Returns questions that people asked, drawn by seed."""
-  path = tools.locate(QUESTIONS)
+  path = config_lib.locate(QUESTIONS)
   found = [q.text for q in benchmarks.load_questions(path, source="nq")]
   order = np.random.default_rng(0).permutation(len(found))[:count]
   return [found[i] for i in order]
@@ -99,7 +99,9 @@ def embedded(
 
 def load_encoder() -> Encoder:
   """Reads MiniLM; no prefixes."""
-  return encoder.load(tools.locate(ENCODER), query_prefix="", passage_prefix="")
+  return encoder.load(
+    config_lib.locate(ENCODER), query_prefix="", passage_prefix=""
+  )
 
 
 # --- the comparison --------------------------------------------------------

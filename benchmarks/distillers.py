@@ -25,6 +25,7 @@ import rich.table
 from absl import app, flags
 from ml_collections import config_flags
 
+from sesa_jax import config as config_lib
 from sesa_jax import loop, tools
 from sesa_jax.language import ENGLISH
 from sesa_jax.search import engines
@@ -141,7 +142,7 @@ if __name__ == "__main__":
     "config", "configs/smollm2_135m.py", "Encoder, policy and judge."
   )
   flags.DEFINE_list(
-    "distillers", ["offline"], f"Some of {', '.join(tools.DISTILLERS)}."
+    "distillers", ["offline"], f"Some of {', '.join(config_lib.DISTILLERS)}."
   )
   flags.DEFINE_integer("records", 60, "The first so many.")
   app.run(main)

@@ -28,6 +28,7 @@ import rich.console
 import rich.markup
 import rich.table
 
+from sesa_jax import config as config_lib
 from sesa_jax import loop, metrics, prompts, report, types
 from sesa_jax import state as state_lib
 from sesa_jax import tools as tools_lib
@@ -103,7 +104,7 @@ def _tried(name, check, *values) -> Check:
 
 
 def _check_config(config) -> str:
-  tools_lib.check(config)
+  config_lib.check(config)
   tools_lib.check_judge(config)
   return "every value is one that a run can begin with"
 
@@ -135,7 +136,7 @@ def checkpoint_bytes(config: Any) -> int:
   run's end.
   """
   backbone = weights.check(
-    config.policy.source, tools_lib.locate(config.policy.path)
+    config.policy.source, config_lib.locate(config.policy.path)
   )
   tree = jax.tree.leaves(model.abstract_params(backbone))
   policies = 1 if config.policy.shared else 2
@@ -258,7 +259,7 @@ def scripted(config: Any, texts: tools_lib.Texts) -> tools_lib.World:
     tools,
     Learner(config.challenger.minibatch_questions),
     Learner(config.solver.minibatch_questions),
-    dict.fromkeys(tools_lib.ROLES, ()),
+    dict.fromkeys(config_lib.ROLES, ()),
     config.policy.shared,
     {},
   )

@@ -31,6 +31,7 @@ from sesa_jax import (
   rollout,
   types,
 )
+from sesa_jax import config as config_lib
 from sesa_jax import state as state_lib
 from sesa_jax import tools as tools_lib
 from sesa_jax.data import seeds as seeds_lib
@@ -442,7 +443,7 @@ def write_skills(
     tools=tools,
     iteration=number,
     tokens=config.distillation.tokens,
-    max_tokens=tools_lib.slot_tokens(config),
+    max_tokens=config_lib.slot_tokens(config),
   )
   return distiller_lib.PolicyDistiller(write).distill_all(cases)
 
@@ -604,7 +605,7 @@ def run(
     types.Stopped: the run had to stop and may be resumed.
   """
   distributed.initialize()
-  tools_lib.check(config)
+  config_lib.check(config)
   tools_lib.check_judge(config)
   values = metrics.plain(config.to_dict())
   reader = metrics.RunFolder(workdir, writes=False)  # makes no folder
@@ -798,7 +799,7 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
     ValueError: bad input, or there is no checkpoint yet.
   """
   distributed.initialize()
-  tools_lib.check(config)
+  config_lib.check(config)
   values = metrics.plain(config.to_dict())
   distributed.from_lead(
     lambda: manifest.check_workdir(workdir, values, free=("eval.",))

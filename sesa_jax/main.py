@@ -282,14 +282,15 @@ def _search_config():
 
 def _for_this_machine(folder: bool = True):
   """The config as it runs here; the command line has the last word."""
-  from sesa_jax import distributed, tools
+  from sesa_jax import config as config_lib
+  from sesa_jax import distributed
 
   config = _need(_CONFIG.value, "config")
   if folder:  # missing, it is said before devices wake
     _need(_WORKDIR.value, "workdir")
   distributed.initialize()
   given = config_flags.get_override_values(FLAGS["config"])
-  return tools.for_machine(config, distributed.machine(), given)
+  return config_lib.for_machine(config, distributed.machine(), given)
 
 
 def _need(value, flag: str):

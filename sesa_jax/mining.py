@@ -16,6 +16,7 @@ import numpy as np
 import rich.console
 from absl import logging
 
+from sesa_jax import config as config_lib
 from sesa_jax import loop, metrics, report, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.data import lines
@@ -246,7 +247,7 @@ def failures(
           iteration=iteration,
           passage_tokens=config.distillation.passage_tokens,
           count_tokens=count_tokens,
-          language=tools_lib.language(config),
+          language=config_lib.language(config),
           contrast=config.distillation.contrast,
         )
       )
@@ -290,7 +291,7 @@ def distill(
     raise ValueError(f"--out={out}: name a .jsonl file.")
   if Path(out).exists():
     raise ValueError(f"--out={out} exists. Name another.")
-  tools_lib.check_distillation(config)
+  config_lib.check_distillation(config)
   config = config.copy_and_resolve_references()
   with config.unlocked():  # these are of runs
     config.distillation.admit, config.bank.frozen = True, False
@@ -340,7 +341,7 @@ def distill(
       write(cases),
       origin=origin or config.distillation.distiller,
       encoder=encoder,
-      language=tools_lib.language(config),
+      language=config_lib.language(config),
       iteration=0,
       threshold=config.encoder.threshold,
     )

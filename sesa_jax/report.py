@@ -9,7 +9,8 @@ import rich.box
 import rich.console
 import rich.table
 
-from sesa_jax import evaluation, metrics, tools
+from sesa_jax import config as config_lib
+from sesa_jax import evaluation, metrics
 
 
 def budget(config: Any) -> dict[str, int]:
@@ -42,7 +43,7 @@ def budget(config: Any) -> dict[str, int]:
     "update solver": update(config.solver, solved),
     "distill": (config.distillation.distiller == "solver")
     * config.distillation.max_records
-    * tools.slot_tokens(config)
+    * config_lib.slot_tokens(config)
     // config.distillation.every,
   }
 

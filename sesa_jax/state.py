@@ -10,6 +10,7 @@ from typing import Any
 from absl import logging
 
 from sesa_jax import checkpoint, distributed, manifest, metrics, types
+from sesa_jax import config as config_lib
 from sesa_jax import tools as tools_lib
 from sesa_jax.language import question_key
 from sesa_jax.learner import grpo
@@ -303,7 +304,7 @@ def export(
   store = checkpoint.Checkpoints(Path(workdir) / "checkpoints", read_only=True)
   newest = max(store.steps())
   source, path = run["policy"]["source"], run["policy"]["path"]
-  backbone = weights.check(source, tools_lib.locate(path))
+  backbone = weights.check(source, config_lib.locate(path))
   tree = {"params": model.abstract_params(backbone)}
   try:
     saved = SHARED if run["policy"].get("shared") else policy
@@ -313,7 +314,7 @@ def export(
   export_lib.save(
     out,
     backbone,
-    tokenizer.load(source, tools_lib.locate(path)),
+    tokenizer.load(source, config_lib.locate(path)),
     lambda leaf: read(f"params/{leaf}"),
     dtype=dtype,
   )

@@ -9,7 +9,8 @@ from flax import traverse_util
 from ml_collections import ConfigDict
 
 from configs import common
-from sesa_jax import distributed, tools
+from sesa_jax import config as config_lib
+from sesa_jax import distributed
 
 ROOT = Path(__file__).parents[1]
 NOT_PAPER = {"tiny", "smollm2_135m"}
@@ -226,8 +227,8 @@ def test_the_docstring_gives_the_command(name):
 @pytest.mark.parametrize("name", FILES)
 def test_machines_change_what_follows_the_machine_alone(name, kind):
   config = load(name)
-  found = tools.for_machine(config, kind)
-  tools._check_ranges(found)
+  found = config_lib.for_machine(config, kind)
+  config_lib._check_ranges(found)
   assert found.is_locked
   assert not found.machines
   before, after = flat(config), flat(found)
@@ -242,17 +243,19 @@ def test_machines_change_what_follows_the_machine_alone(name, kind):
 
 
 def test_a_small_chips_values():
-  v5e = tools.for_machine(load("qwen3_8b"), "v5e")
+  v5e = config_lib.for_machine(load("qwen3_8b"), "v5e")
   assert v5e.mesh.rollout_tensor == 4
   assert v5e.learner.microbatch_rows == 16
   assert v5e.learner.offload
   assert v5e.engine.pages == 1800
-  v5p = tools.for_machine(load("qwen3_8b"), "v5p")
+  v5p = config_lib.for_machine(load("qwen3_8b"), "v5p")
   assert (v5p.engine.pages, v5p.mesh.rollout_tensor) == (1400, 1)
-  v5e = tools.for_machine(load("qwen3_4b"), "v5e")
+  v5e = config_lib.for_machine(load("qwen3_4b"), "v5e")
   assert (v5e.mesh.rollout_tensor, v5e.learner.offload) == (4, False)
-  assert tools.for_machine(load("qwen3_0_6b"), "v5e").mesh.rollout_tensor == 1
-  a100 = tools.for_machine(load("qwen3_8b"), "a100")
+  assert (
+    config_lib.for_machine(load("qwen3_0_6b"), "v5e").mesh.rollout_tensor == 1
+  )
+  a100 = config_lib.for_machine(load("qwen3_8b"), "a100")
   assert a100.learner.microbatch_rows == 8
   assert not a100.learner.offload
 
@@ -260,8 +263,8 @@ def test_a_small_chips_values():
 def test_a_value_belongs_to_one_machine():
   config = load("qwen3_8b")
   config.machines.v5e.mesh.rollout_tensor = 2
-  assert tools.for_machine(config, "v5e").mesh.rollout_tensor == 2
-  assert tools.for_machine(config, "v6e").mesh.rollout_tensor == 4
+  assert config_lib.for_machine(config, "v5e").mesh.rollout_tensor == 2
+  assert config_lib.for_machine(config, "v6e").mesh.rollout_tensor == 4
 
 
 def machined(**values):
@@ -275,17 +278,17 @@ def test_only_the_machines_own_values_are_taken():
     v5e=dict(engine=dict(slots=3), mesh=dict(tensor=2)),
     a100=dict(engine=dict(slots=5), learner=dict(adam_eps=1)),
   )
-  v5e = tools.for_machine(config, "v5e", keep=("mesh.tensor",))
+  v5e = config_lib.for_machine(config, "v5e", keep=("mesh.tensor",))
   assert (v5e.engine.slots, v5e.mesh.tensor) == (3, 1)
-  a100 = tools.for_machine(config, "a100", keep=("engine.pages",))
+  a100 = config_lib.for_machine(config, "a100", keep=("engine.pages",))
   assert (a100.engine.slots, a100.mesh.tensor) == (5, 1)
   assert a100.learner.adam_eps == 1.0
   without = machined()
   for kind in ("cpu", "gpu"):
-    assert flat(tools.for_machine(config, kind)) == flat(without)
+    assert flat(config_lib.for_machine(config, kind)) == flat(without)
   assert config.engine.slots == 64  # it is a copy
   assert len(config.machines) == 2
-  assert flat(tools.for_machine(v5e, "v5e")) == flat(v5e)
+  assert flat(config_lib.for_machine(v5e, "v5e")) == flat(v5e)
 
 
 @pytest.mark.parametrize("here", ["v5e", "cpu"])
@@ -299,10 +302,10 @@ def test_only_the_machines_own_values_are_taken():
 )
 def test_what_machines_may_not_name(values, says, here):
   with pytest.raises(ValueError, match=says):
-    tools.for_machine(machined(**values), here)
+    config_lib.for_machine(machined(**values), here)
 
 
 def test_a_value_of_another_type_is_an_error():
   config = machined(v5e=dict(engine=dict(slots="many")))
   with pytest.raises(ValueError, match=r"machines\.v5e\.engine\.slots: .*many"):
-    tools.for_machine(config, "v5e")
+    config_lib.for_machine(config, "v5e")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from configs import qwen3_4b
+from sesa_jax import config as config_lib
 from sesa_jax import loop, metrics, records, types
 from sesa_jax import state as state_lib
 from sesa_jax import tools as tools_lib
@@ -337,7 +338,7 @@ def test_modes_that_ask_no_model_need_no_key(judged, monkeypatch):
   monkeypatch.delenv("DEEPSEEK_API_KEY")
   before = len(server.requests)
   config = paper_judge(server, iterations=2, **{"eval.banks": ("none",)})
-  tools_lib.check(config)
+  config_lib.check(config)
   with driver.playing_the_script():
     loop.evaluate_checkpoint(config, str(folder.path))
   assert len(server.requests) == before

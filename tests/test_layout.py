@@ -24,6 +24,7 @@ LEVELS = (
   "evaluation",
   "show serve",
   "tools",
+  "config",
   "records rollout",
   "stages",
   "skills",
@@ -49,6 +50,7 @@ CONFIGURED = {"main", "plan", "mining", "loop", "state", "report"} | {
   "check",
   "evaluation",
   "tools",
+  "config",
 }
 
 

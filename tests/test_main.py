@@ -10,6 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import common, tiny
+from sesa_jax import config as config_lib
 from sesa_jax import loop, manifest, metrics, tools
 from sesa_jax.policy import weights
 
@@ -369,7 +370,7 @@ def test_every_number_of_the_config_has_a_range():
     f"judge.{name}price"
     for name in ("prompt_", "completion_", "cached_prompt_")
   }
-  assert found | maybe == set(tools._RANGES)
+  assert found | maybe == set(config_lib._RANGES)
 
 
 def test_a_preset_has_the_last_word():

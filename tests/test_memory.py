@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sesa_jax import loop, metrics, prompts, types
-from sesa_jax import tools as tools_lib
+from sesa_jax.retrieval import index
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.skills import credit, history
 from tests import driver
@@ -276,7 +276,7 @@ def test_the_index_is_the_configs(monkeypatch):
   monkeypatch.setattr(
     skill_bank.index_lib,
     "build",
-    lambda *args: asked.append(args[2]) or tools_lib.index.Exact(*args[:2]),
+    lambda *args: asked.append(args[2]) or index.Exact(*args[:2]),
   )
   loop.evaluation.show_skills(
     state.bank, world.texts.fixed, world.tools, config

@@ -15,7 +15,7 @@ import rich.console
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import qwen3_0_6b, qwen3_4b, tiny
-from sesa_jax import tools
+from sesa_jax import config as config_lib
 from sesa_jax.engine import decode
 from sesa_jax.plan import compiled, hlo, plan, run, tables, targets
 from sesa_jax.policy import backbones, sharding
@@ -548,7 +548,7 @@ def test_what_a_run_refuses_has_no_plan(name, value, says):
 
 def test_pages_of_one_longest_episode_are_enough():
   found = run.read(changed(**{"engine.pages": 7}), here(), ())
-  tools.check_longest(found.config, found.layout)
+  config_lib.check_longest(found.config, found.layout)
 
 
 def test_sizes_that_do_not_go_together_are_refused():

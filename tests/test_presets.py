@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from configs import common, tiny
+from sesa_jax import config as config_lib
 from sesa_jax import loop, metrics, tools
 from sesa_jax import state as state_lib
 from sesa_jax.language import ENGLISH
@@ -93,14 +94,14 @@ def test_what_an_iteration_of_a_preset_changes(preset, monkeypatch):
   with driver.playing_the_script():
     world = tools.assemble(config, tools.read(config), "")
   state, _ = state_lib.start(config, world)
-  before = {role: copied(getattr(state, role)) for role in tools.ROLES}
+  before = {role: copied(getattr(state, role)) for role in config_lib.ROLES}
   assert (state.challenger is state.solver) == (preset in SHARED)
   assert bool(state.bank.skills) == (config.bank.prime != "none")
   with metrics.Progress(1) as progress:
     after, record = loop.iteration(state, world, config, progress)
   found = {
     role
-    for role in tools.ROLES
+    for role in config_lib.ROLES
     if differs(before[role], copied(getattr(after, role)))
   }
   ids = [{s.id for s in s_.bank.skills} for s_ in (state, after)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
+from sesa_jax import config as config_lib
 from sesa_jax import tools
 from sesa_jax.policy import backbones, model, sharding
 from tests import test_learner as one
@@ -34,7 +35,7 @@ def updated(weights, role, **changes):
   config = tiny.get_config().copy_and_resolve_references()
   config.unlock()
   config.update_from_flattened_dict(
-    {f"{name}.{k}": v for name in tools.ROLES for k, v in BASE.items()}
+    {f"{name}.{k}": v for name in config_lib.ROLES for k, v in BASE.items()}
     | {"learner.row_multiple": 32, "learner.chunk_tokens": 64}
     | {name.replace("__", "."): value for name, value in changes.items()}
   )
@@ -47,7 +48,7 @@ def updated(weights, role, **changes):
 
 @pytest.fixture(scope="module")
 def plain(weights):
-  return {role: updated(weights, role) for role in tools.ROLES}
+  return {role: updated(weights, role) for role in config_lib.ROLES}
 
 
 def apart(got, wanted):
@@ -75,7 +76,7 @@ def apart(got, wanted):
 def test_a_roles_value_reaches_its_update(
   weights, plain, role, field, value, metric, factor
 ):
-  (other,) = set(tools.ROLES) - {role}
+  (other,) = set(config_lib.ROLES) - {role}
   policy, metrics = updated(weights, role, **{f"{role}__{field}": value})
   assert apart(policy, plain[role][0]) > 1e-6
   if metric is not None:

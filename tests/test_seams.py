@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sesa_jax import loop, metrics, prompts, tools, types
+from sesa_jax import config as config_lib
+from sesa_jax import loop, metrics, prompts, types
 from sesa_jax.judge import scoring
 from tests import driver, scripted
 from tests.calculator import Calculator
@@ -175,4 +176,4 @@ def test_what_there_is_not_is_said_before_the_run():
     ("environment.kind", "no_such_module:X", "No module named"),
   ):
     with pytest.raises(ValueError, match=said):
-      tools.check(tiny_config(**{field: value}))
+      config_lib.check(tiny_config(**{field: value}))

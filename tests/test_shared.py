@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from sesa_jax import config as config_lib
 from sesa_jax import loop, metrics, tools
 from sesa_jax import state as state_lib
 from sesa_jax.policy import backbones, export, model, tokenizer, weights
@@ -86,7 +87,7 @@ def test_old_logprobs_of_both_roles_are_those_of_the_start(monkeypatch):
     ratios += list(np.exp(now - episode.logprobs[episode.mask]))
   assert found["solver/ratio/mean"] == pytest.approx(np.mean(ratios), rel=1e-4)
   assert abs(np.mean(ratios) - 1) > 1e-3
-  for role in tools.ROLES:
+  for role in config_lib.ROLES:
     assert found[f"{role}/logprob_gap/max"] < 1e-4
   assert found["challenger/ratio/mean"] == pytest.approx(1, abs=1e-6)
   assert int(after.solver.updates) == 2
@@ -114,17 +115,19 @@ def test_a_checkpoint_holds_the_one_policy(tmp_path):
     for key, value in one.items():
       assert any(t in key for t in timed) or value == other[key], key
   # Both roles played the weights that both had taught.
-  for role in tools.ROLES:
+  for role in config_lib.ROLES:
     assert rows[0][1][f"{role}/logprob_gap/max"] < 1e-4
   for folder in ("2", "milestones/2"):
     held = (tmp_path / "resumed" / "checkpoints" / folder).iterdir()
     names = {path.name for path in held if path.is_dir()}
     assert names - {"record"} == {"shared"}
-  for role in tools.ROLES:
+  for role in config_lib.ROLES:
     state_lib.export(
       str(tmp_path / "resumed"), role, str(tmp_path / role), "float32"
     )
-  one, other = (weights.load("hf", tmp_path / role)[1] for role in tools.ROLES)
+  one, other = (
+    weights.load("hf", tmp_path / role)[1] for role in config_lib.ROLES
+  )
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -158,7 +161,7 @@ def test_policies_that_start_apart_have_references_of_their_own(apart):
     "challenger.path": str(folder / "1"),
   }
   config, world, state = assembled(**(test_loop.SCRIPTED | starts))
-  tools.check(config)
+  config_lib.check(config)
   for role, params in (("solver", drawn[0]), ("challenger", drawn[1])):
     for got in world.references[role], getattr(state, role).params:
       vocabulary = params["embed"]["embedding"].shape[0]
@@ -170,7 +173,7 @@ def test_policies_that_start_apart_have_references_of_their_own(apart):
   assert {"weights", "weights/challenger"} <= world.hashes.keys()
   with test_loop.silent() as progress:
     _, record = loop.iteration(state, world, config, progress)
-  for role in tools.ROLES:  # each is where its reference is
+  for role in config_lib.ROLES:  # each is where its reference is
     assert record.metrics[f"{role}/kl/mean"] == pytest.approx(0, abs=1e-6)
 
 
@@ -186,7 +189,7 @@ def test_weights_that_roles_cannot_start_from_are_refused(apart):
     ({"learner.old_logprobs": "x"}, "Choices: start, turn"),
   ):
     with pytest.raises(ValueError, match=says):
-      tools.check(test_loop.tiny_config(**changes))
+      config_lib.check(test_loop.tiny_config(**changes))
 
 
 @pytest.mark.parametrize("preset", ["ssp_paper", "ssp_code", "shared_weights"])

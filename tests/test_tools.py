@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs import tiny
+from sesa_jax import config as config_lib
 from sesa_jax import tools
 from sesa_jax.policy import tokenizer, weights
 
@@ -28,16 +29,16 @@ def tiny_config(**changes):
 def test_assets_lie_in_their_folder(monkeypatch, tmp_path):
   monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path))
   with pytest.raises(ValueError, match=r"assets:a/b.txt.*fetch.py --set=demo"):
-    tools.locate("assets:a/b.txt")
+    config_lib.locate("assets:a/b.txt")
   (tmp_path / "a").mkdir()
   (tmp_path / "a" / "b.txt").write_text("")
-  assert tools.locate("assets:a/b.txt") == str(tmp_path / "a" / "b.txt")
-  assert tools.locate("a/b.txt") == "a/b.txt"
+  assert config_lib.locate("assets:a/b.txt") == str(tmp_path / "a" / "b.txt")
+  assert config_lib.locate("a/b.txt") == "a/b.txt"
   monkeypatch.delenv("SESA_JAX_ASSETS")
   monkeypatch.setenv("HOME", str(tmp_path))
   home = tmp_path / ".cache" / "sesa_jax" / "a"
   home.mkdir(parents=True)
-  assert tools.locate("assets:a") == str(home)
+  assert config_lib.locate("assets:a") == str(home)
 
 
 def test_search_has_the_configs_numbers():
@@ -131,11 +132,11 @@ def test_heads_that_a_rollout_cannot_share_name_its_field():
     }
   )
   with pytest.raises(ValueError, match=r"over mesh\.rollout_tensor = 4\."):
-    tools.check(config)
+    config_lib.check(config)
 
 
 def test_the_mesh_takes_all_devices_where_none_are_named():
-  sizes = tools.mesh_sizes
+  sizes = config_lib.mesh_sizes
   for tensor, fsdp in ((1, 16), (2, 8), (16, 1)):
     config = tiny_config(**{"mesh.fsdp": 0, "mesh.tensor": tensor})
     assert sizes(config, 16) == (fsdp, tensor)

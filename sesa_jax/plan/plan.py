@@ -19,7 +19,8 @@ import numpy as np
 from absl import logging
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from sesa_jax import costs, tools
+from sesa_jax import config as config_lib
+from sesa_jax import costs
 from sesa_jax.engine import decode
 from sesa_jax.plan.compiled import Compiled, compile_program, device_bytes
 from sesa_jax.plan.run import ROLES, Run, read, rollout_layout
@@ -446,7 +447,7 @@ def _remedies(
     Flags that together make the run fit; none where nothing did.
   """
   config = run.config
-  fsdp, tensor = tools.mesh_sizes(config, plan.devices)
+  fsdp, tensor = config_lib.mesh_sizes(config, plan.devices)
   changes: dict[str, Any] = {}
   for step in (
     {},

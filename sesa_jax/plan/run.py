@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from sesa_jax import config as config_lib
 from sesa_jax import tools
 from sesa_jax.engine import decode
 from sesa_jax.engine import engine as engine_lib
@@ -18,7 +19,7 @@ from sesa_jax.plan import targets
 from sesa_jax.plan.compiled import device_bytes
 from sesa_jax.policy import backbones, model, sharding, weights
 
-ROLES = tools.ROLES
+ROLES = config_lib.ROLES
 _ENDS = 2  # ids that end a turn; a few more change nothing
 
 
@@ -42,7 +43,7 @@ class Run:
     }
     if self.config.policy.shared:
       found = {"policy": found["solver"]}
-    references = len(set(tools.starts(self.config).values()))
+    references = len(set(config_lib.starts(self.config).values()))
     return found | {"reference": references * device_bytes(self.reference)}
 
   @property
@@ -75,13 +76,13 @@ def read(
   Raises:
     ValueError: values that a run refuses, or sizes that do not go together.
   """
-  config = tools.for_machine(config, target.machine, given)
-  tools.check_values(config)
+  config = config_lib.for_machine(config, target.machine, given)
+  config_lib.check_values(config)
   backbone = backbone or architecture(config)
-  fsdp, tensor = tools.mesh_sizes(config, len(target.devices))
+  fsdp, tensor = config_lib.mesh_sizes(config, len(target.devices))
   packing.check_rows(config.learner.microbatch_rows, fsdp)
   sharding.check(backbone, fsdp=fsdp, tensor=tensor)
-  tools.check_rollout(backbone, config.mesh.rollout_tensor)
+  config_lib.check_rollout(backbone, config.mesh.rollout_tensor)
   mesh = sharding.mesh(fsdp, tensor, target.devices)
   if mesh.size < len(target.devices) and target.name != targets.HERE:
     raise ValueError(
@@ -96,11 +97,11 @@ def read(
   layout = rollout_layout(
     config,
     graphdef,
-    tools.rollout_mesh(config, mesh)
+    config_lib.rollout_mesh(config, mesh)
     if target.name == targets.HERE
     else sharding.rollout_mesh(config.mesh.rollout_tensor, target.host),
   )
-  tools.check_longest(config, layout)
+  config_lib.check_longest(config, layout)
   lengths = {
     role: packing.row_length(
       config[role].episode_tokens, config.learner.row_multiple
@@ -117,7 +118,7 @@ def architecture(config: Any) -> backbones.Backbone:
     ValueError: they are not, and no published model is called as the config.
   """
   try:
-    path = tools.locate(config.policy.path)
+    path = config_lib.locate(config.policy.path)
   except ValueError as missing:
     try:
       return backbones.published(config.name)
@@ -135,5 +136,5 @@ def rollout_layout(
     mesh,
     steps=config.engine.steps_per_dispatch,
     ends=_ENDS,
-    **tools.engine_sizes(config),
+    **config_lib.engine_sizes(config),
   )
