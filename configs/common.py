@@ -111,7 +111,7 @@ def encoder(
   """Names an encoder with all that belongs to it and to no other.
 
   Args:
-    path: a folder of a BERT; "hash" hashes words, for tests.
+    path: a folder of a BERT; "hash" and "hash:E" hash words, for tests.
     threshold: greatest cosine to a known skill at which one is admitted.
     query: before a question.
     passage: before a skill.
@@ -157,7 +157,7 @@ def get_config() -> ConfigDict:
       policy=dict(
         source="hf",  # "hf": a folder; "gguf": a file; "random": tiny tests
         path="",  # "assets:NAME/..." is looked up in the assets folder
-        template="native",  # the backbone's own; or "search_r1", "ssp"
+        template="native",  # the backbone's own; or "search_r1", "ssp", "bare"
         shared=False,  # one policy, two prompts: SSP
         example=False,  # a worked episode in the prompt, for very small models
         compute_dtype="bfloat16",

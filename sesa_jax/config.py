@@ -18,7 +18,7 @@ import jax
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from sesa_jax import distributed, environment, prompts
+from sesa_jax import distributed, environment, prompts, worlds
 from sesa_jax.engine import decode
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.language import LANGUAGES
@@ -78,14 +78,17 @@ def locate(path: str) -> str:
   """Returns a path of a config as one of this machine.
 
   `assets:NAME/...` lies in the folder SESA_JAX_ASSETS, by default
-  ~/.cache/sesa_jax.
+  ~/.cache/sesa_jax. `microworld:SEED/...` does too, and is made if it is
+  missing.
 
   Raises:
     ValueError: there is no such asset.
   """
+  root = os.environ.get("SESA_JAX_ASSETS") or "~/.cache/sesa_jax"
+  if path.startswith(worlds.PREFIX):
+    return str(worlds.locate(path, Path(root).expanduser()))
   if not path.startswith(ASSETS):
     return path
-  root = os.environ.get("SESA_JAX_ASSETS") or "~/.cache/sesa_jax"
   found = Path(root).expanduser() / path.removeprefix(ASSETS)
   if not found.exists():
     raise ValueError(
@@ -178,11 +181,17 @@ def check(config: Any) -> None:
   _check_starts(config, backbone)
   sharding.check(backbone, fsdp=fsdp, tensor=tensor)
   _check_engine(config, backbone, rollout_mesh(config, mesh))
-  if len(priming.read(config.bank.prime)) > config.bank.capacity:
+  if len(priming.read(prime(config))) > config.bank.capacity:
     raise ValueError(
       f"bank.prime = {config.bank.prime!r} holds more skills than "
       f"bank.capacity = {config.bank.capacity}."
     )
+
+
+def prime(config: Any) -> str:
+  """Returns `bank.prime`, the file of mined skills located."""
+  source, colon, path = config.bank.prime.partition(":")
+  return f"{source}{colon}{locate(path)}"
 
 
 def check_values(config: Any) -> None:

@@ -20,8 +20,8 @@ from sesa_jax.language import Language
 from sesa_jax.types import Passage, Pause, Reply, SearchEngine, SearchFailure
 
 FINAL = ("answer", "question")  # actions that end an episode
-_OPEN, _CLOSE = "\n\n<information>", "</information>\n\n"
-_NOTHING = "No passage was found."
+OPEN, CLOSE = "\n\n<information>", "</information>\n\n"  # around what is found
+NOTHING = "No passage was found."
 # An observation with fewer tokens of passages than this is not worth a turn.
 MIN_PASSAGE_TOKENS = 16
 
@@ -188,7 +188,7 @@ class SearchQA:
     self._max_answer_words = max_answer_words
     self._max_query_characters = max_query_characters
     self._executor = executor
-    self._open, self._close = self._encode(_OPEN)[0], self._encode(_CLOSE)[0]
+    self._open, self._close = self._encode(OPEN)[0], self._encode(CLOSE)[0]
     self._least = len(self._open) + len(self._close) + MIN_PASSAGE_TOKENS
     if set(self._actions) - set(FINAL) and observation_tokens < self._least:
       raise ValueError(
@@ -272,7 +272,7 @@ class SearchQA:
       text = prompts.broken(self._control, found)
     else:
       passages = tuple(self._neutral(p) for p in found[: self._passages])
-      text = prompts.passages_text(passages) if passages else _NOTHING
+      text = prompts.passages_text(passages) if passages else NOTHING
     ids, ends = self._encode(text)
     budget = min(self._observation_tokens, room)
     kept = min(len(ids), budget - len(self._open) - len(self._close))

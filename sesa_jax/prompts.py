@@ -15,7 +15,7 @@ import jinja2
 
 from sesa_jax import types
 
-TEMPLATES = ("native", "search_r1", "ssp")
+TEMPLATES = ("native", "search_r1", "ssp", "bare")
 _WAY_OUT = (
   "Correct it, or set policy.template to 'search_r1', which needs no system "
   "turn, or 'ssp', which needs no chat template."
@@ -180,7 +180,10 @@ def check_template(tokenizer, template: str, example: bool) -> None:
   """
   prompt = solver("Who wrote Hamlet?")
   text = tokenizer.decode(render(tokenizer, prompt, template, example))
-  for name, part in (("system text", prompt.system), ("question", prompt.ask)):
+  parts = {"system text": prompt.system, "question": prompt.ask}
+  if template == "bare":
+    del parts["system text"]
+  for name, part in parts.items():
     if part not in text:
       raise ValueError(
         f"The tokenizer's chat template leaves out the {name} of a prompt "
@@ -201,6 +204,8 @@ def render(
   * `ssp`: `<|im_start|>ROLE\\n` and the text for system and user, then an open
     turn of the assistant. No turn has an end. The marker is one id where the
     tokenizer has it, and plain text where not.
+  * `bare`: what is asked and no instructions, as raw text; for policies that
+    learned from episodes what to do with it.
 
   Raw text begins with the one id that the tokenizer puts before any text, if
   it puts one (Llama's <|begin_of_text|>); a chat template writes its own.
@@ -233,6 +238,8 @@ def render(
       "assistant\n",
     )
     return tuple(tokenizer.encode("".join(_TURN + turn for turn in turns)))
+  if template == "bare":
+    return tuple(tokenizer.encode(bare(prompt)))
   paragraph = prompt._replace(ask=f"{prompt.system} {prompt.ask}").user
   if not tokenizer.chat_template:
     return tuple(tokenizer.encode(f"{paragraph}\n"))
@@ -242,6 +249,11 @@ def render(
   for user, assistant in _EXAMPLES.get(prompt.role, ()) if example else ():
     turns += [("user", user), ("assistant", assistant)]
   return _chat(tokenizer, [*turns, ("user", prompt.user)])
+
+
+def bare(prompt: Prompt) -> str:
+  """Returns the text of the template `bare`."""
+  return f"{prompt.user}\n"
 
 
 def _chat(tokenizer, turns: Sequence[tuple[str, str]]) -> tuple[int, ...]:

@@ -102,7 +102,9 @@ def start(config, world) -> tuple[State, skill_bank.Events]:
   challenger = solver
   if not world.shared:
     challenger = world.challenger.init(world.references["challenger"])
-  bank, events = priming.prime(empty, config.bank.prime, world.tools.encoder)
+  bank, events = priming.prime(
+    empty, config_lib.prime(config), world.tools.encoder
+  )
   return State(
     iteration=0,
     challenger=challenger,

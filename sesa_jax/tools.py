@@ -34,7 +34,8 @@ from sesa_jax.retrieval import encoder
 from sesa_jax.search import engines
 from sesa_jax.stages import validity
 
-ENCODER_HASH, HASH_DIM = "hash", 64
+_HASH = re.compile(r"hash(?::(\d+))?")  # an encoder without weights, and its E
+_HASH_DIM = 64
 
 
 # --- judge ----------------------------------------------------------------
@@ -184,7 +185,7 @@ def _search_values(config: Any) -> tuple:
 
 
 def _digest_encoder(spec: Any) -> str:
-  if spec.path == ENCODER_HASH:
+  if _HASH.fullmatch(spec.path):
     return spec.path
   return _digest(config_lib.locate(spec.path))
 
@@ -485,8 +486,8 @@ def load_encoder(spec: Any) -> types.Encoder:
   Raises:
     ValueError: there is no such folder, or it holds no encoder.
   """
-  if spec.path == ENCODER_HASH:
-    return encoder.HashEncoder(HASH_DIM)
+  if hashed := _HASH.fullmatch(spec.path):
+    return encoder.HashEncoder(int(hashed[1] or _HASH_DIM))
   return encoder.load(
     config_lib.locate(spec.path),
     query_prefix=spec.query_prefix,

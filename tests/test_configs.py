@@ -1,6 +1,7 @@
 """Every config file: it loads, it is the paper's, and it knows its machines."""
 
 import importlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from sesa_jax import config as config_lib
 from sesa_jax import distributed
 
 ROOT = Path(__file__).parents[1]
-NOT_PAPER = {"tiny", "smollm2_135m"}
+NOT_PAPER = {"tiny", "smollm2_135m", "microworld"}
 STUDIES = ("ablations", "baselines")  # files of presets
 FILES = sorted(
   path.stem
@@ -210,6 +211,7 @@ def test_an_encoder_comes_with_its_own_threshold(name):
     "assets:e5-base-v2": (0.93, "query: ", "passage: "),
     "assets:all-minilm-l6-v2": (0.575, "", ""),
     "hash": (0.93, "", ""),
+    "hash:1024": (0.9, "", ""),
   }
   spec = load(name).encoder
   found = (spec.threshold, spec.query_prefix, spec.passage_prefix)
@@ -221,6 +223,20 @@ def test_an_encoder_comes_with_its_own_threshold(name):
 def test_the_docstring_gives_the_command(name):
   said = importlib.import_module(f"configs.{name}").__doc__
   assert f"python -m sesa_jax.main --config=configs/{name}.py --work" in said
+
+
+def test_the_microworlds_files_follow_its_seed():
+  config = load("microworld")
+  config.unlock()
+  config.seed = 7
+  found = config_lib.for_machine(config.lock(), "cpu")
+  assert found.policy.path == "microworld:7/policy"
+  assert found.corpus == ("microworld:7/corpus.jsonl",)
+  named = set(re.findall(r"microworld:(\d+)/", found.to_json()))
+  assert named == {"7"}
+  warm = load("microworld", "warm_start")
+  assert (warm.policy.source, warm.preset) == ("random", "sesa")
+  assert warm.policy.path == "microworld:0/blank"
 
 
 @pytest.mark.parametrize("kind", distributed.MACHINES)

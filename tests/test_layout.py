@@ -25,7 +25,7 @@ LEVELS = (
   "show serve",
   "tools",
   "config",
-  "records rollout",
+  "records rollout worlds",
   "stages",
   "skills",
   "judge",

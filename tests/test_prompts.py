@@ -105,7 +105,7 @@ def golden(family):
       found[f"native/{name}{'/example' if example else ''}"] = ids
   solver = PROMPTS["solver"]
   found["native/base"] = played(base, solver)
-  for template in ("search_r1", "ssp"):
+  for template in ("search_r1", "ssp", "bare"):
     found[template] = played(chat, solver, template)
     found[f"{template}/base"] = played(base, solver, template)
   return {
@@ -157,6 +157,8 @@ def by_hand(family):
     ("search_r1", "base"): raw,
     ("ssp", "chat"): ssp,
     ("ssp", "base"): ssp,
+    ("bare", "chat"): f"{begin}{user}\n",
+    ("bare", "base"): f"{begin}{user}\n",
   }
 
 
@@ -175,7 +177,7 @@ def test_raw_text_begins_as_the_tokenizer_begins_text():
   words.backend_tokenizer.post_processor = TemplateProcessing(
     single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
   )
-  for base, begins in ((False, [0, 0, 1]), (True, [1, 1, 1])):
+  for base, begins in ((False, [0, 0, 1, 1]), (True, [1, 1, 1, 1])):
     if base:
       words.chat_template = None
     for template, count in zip(prompts.TEMPLATES, begins, strict=True):
@@ -280,6 +282,7 @@ def test_a_chat_template_that_fails_is_one_line(chat_template, says):
     prompts.check_template(words, "native", example=False)
   assert "\n" not in str(error.value)
   prompts.check_template(words, "ssp", example=False)
+  prompts.check_template(words, "bare", example=False)
 
 
 @pytest.mark.parametrize("template", prompts.TEMPLATES)

@@ -1,0 +1,83 @@
+"""A million parameters learn to search a small invented world, on a CPU.
+
+    python -m sesa_jax.main --mode=sft --workdir=runs/warm0 \
+      --config=configs/microworld.py:warm_start
+    python -m sesa_jax.main --config=configs/microworld.py --workdir=runs/micro0
+
+Shows the whole method learn: both policies, the bank, the offline distiller, by
+the code of the real runs. The first command imitates scripted episodes, for
+minutes; the second plays and learns. World, warm start and run follow
+`--config.seed`; what they need is made where it is missing. See
+docs/microworld.md for the world, costs and what came out.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config(variant: str = "sesa") -> ConfigDict:
+  """Returns the locked config; `warm_start` is the one for `--mode=sft`."""
+  config = common.get_config()
+  config.name = "microworld"
+  config.iterations = 40
+  config.questions = 16
+  for role in (config.challenger, config.solver):
+    role.turns = 5
+    role.turn_tokens = 48
+    role.episode_tokens = 288
+    role.learning_rate = 3e-4
+    role.warmup_updates = 1
+    role.kl_coefficient = 0.001
+  config.policy.template = "bare"
+  config.policy.compute_dtype = "float32"
+  config.policy.remat = False
+  config.mesh.fsdp = 1
+  config.learner.microbatch_rows = 4
+  config.learner.row_multiple = 576
+  config.learner.chunk_tokens = 2304
+  config.engine.slots = 80
+  config.engine.steps_per_dispatch = 48
+  config.engine.prefill_chunk = 1024
+  config.engine.page_size = 96
+  config.environment.passages_per_search = 2
+  config.environment.observation_tokens = 96
+  config.verifier.answerer = "solver"
+  config.verifier.tokens = 16
+  config.verifier.max_tokens = 288
+  config.verifier.probes = 4
+  config.bank.top = 2
+  config.bank.block_tokens = 96
+  config.bank.fields = ("trigger", "templates")
+  config.encoder = common.encoder("hash:1024", 0.9)
+  config.distillation.distiller = "offline"
+  config.distillation.passage_tokens = 200
+  config.judge.base_url = ""
+  config.search.engine = "bm25"
+  config.seeds.hops = (1, 2)
+  config.eval.turns = 5
+  config.alarms.entropy_most = 3.0
+  _name_files(config)
+  if variant == "warm_start":
+    config.policy.source = "random"
+    config.policy.path = _file(config, "blank")
+    return common.finish(config, "sesa")
+  return common.finish(config, variant)
+
+
+def _name_files(config: ConfigDict) -> None:
+  """Names the files of the world of `seed`, also of one given later."""
+  config.policy.path = _file(config, "policy")
+  with config.ignore_type():
+    config.corpus = config.get_ref("seed")._apply_op(
+      lambda seed: (f"microworld:{seed}/corpus.jsonl",)
+    )
+  config.seeds.path = _file(config, "seeds.jsonl")
+  config.bank.prime = "mined:" + _file(config, "skills.jsonl")
+  for name in ("taught_1", "taught_2", "held_out_1", "held_out_2"):
+    config.eval.sets[name] = common.question_set("", 0)
+    config.eval.sets[name].path = _file(config, f"{name}.jsonl")
+
+
+def _file(config: ConfigDict, name: str):
+  return "microworld:" + config.get_ref("seed").to_str() + f"/{name}"

@@ -1,0 +1,87 @@
+"""Worlds that are made where they are asked for, once, in the assets folder.
+
+`microworld:SEED/FILE` in a config is a file of the microworld of a seed. Its
+folder is named after the hash of what makes it: another version makes its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import logging
+
+from sesa_jax.data import microworld, warm_start
+from sesa_jax.search.bm25 import Bm25
+from sesa_jax.skills import record
+
+PREFIX = "microworld:"
+EPISODES = 22_000  # of a warm start
+FIELDS = ("trigger", "templates")  # of a skill, that its prompts show
+_MADE_BY_SFT = "policy"
+
+
+def locate(path: str, assets: Path) -> Path:
+  """Returns the file of a world, and makes what is missing.
+
+  Args:
+    path: microworld:SEED/FILE.
+    assets: the folder in which worlds are kept.
+
+  Raises:
+    ValueError: the path is not of that form, or there is no such file.
+  """
+  seed, _, name = path.removeprefix(PREFIX).partition("/")
+  if not seed.isdigit():
+    raise ValueError(
+      f"{path} is not {PREFIX}SEED/FILE, such as {PREFIX}0/corpus.jsonl."
+    )
+  folder = assets / "microworld" / f"{digest()}-{seed}"
+  _once(folder, lambda into: microworld.write(into, int(seed)))
+  if name == "episodes.jsonl":
+    _once(folder / name, lambda into: _play(into, int(seed)))
+  found = folder / name
+  if name != _MADE_BY_SFT and not found.exists():
+    raise ValueError(
+      f"{path}: the world has no such file. It has: "
+      f"{', '.join(sorted(p.name for p in folder.iterdir()))}."
+    )
+  return found
+
+
+def digest() -> str:
+  """Returns the hash of what makes worlds and plays in them."""
+  sha = hashlib.sha256()
+  for module in (microworld, warm_start):
+    sha.update(Path(module.__file__).read_bytes())
+  return sha.hexdigest()[:12]
+
+
+def _play(path: Path, seed: int) -> None:
+  words = microworld.tokenizer()
+  warm_start.write(
+    path,
+    seed,
+    EPISODES,
+    index=Bm25,
+    block=lambda skills: record.block(skills, FIELDS) if skills else "",
+    tokens=lambda text: len(words.encode(text)),
+  )
+
+
+def _once(target: Path, make: Callable[[Path], None]) -> None:
+  """Makes a file or folder beside its place, and moves it there when whole."""
+  if target.exists():
+    return
+  target.parent.mkdir(parents=True, exist_ok=True)
+  logging.info("Making %s, once.", target)
+  with tempfile.TemporaryDirectory(dir=target.parent) as beside:
+    made = Path(beside) / target.name
+    if not target.suffix:
+      made.mkdir()
+    make(made)
+    if not target.exists():  # another process was faster
+      shutil.move(made, target)

@@ -1,0 +1,221 @@
+"""The invented world: what its queries find, and what it does not give away."""
+
+import ast
+import collections
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sesa_jax.data import benchmarks, corpus, microworld, seeds
+from sesa_jax.language import ENGLISH
+from sesa_jax.policy import backbones, tokenizer
+from sesa_jax.search.bm25 import Bm25
+from sesa_jax.skills import record
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  found = tmp_path_factory.mktemp("world")
+  microworld.write(found, 0)
+  return found
+
+
+@pytest.fixture(scope="module")
+def world():
+  rng = np.random.default_rng(5)
+  return microworld.build(0, 60, microworld.names(5), rng)
+
+
+@pytest.fixture(scope="module")
+def words():
+  return microworld.tokenizer()
+
+
+def rows(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_seed_gives_the_same_bytes(folder, tmp_path):
+  def texts(path):
+    files = [p for p in path.rglob("*") if p.is_file()]
+    return {p.relative_to(path).as_posix(): p.read_bytes() for p in files}
+
+  again, other = tmp_path / "again", tmp_path / "other"
+  for path, seed in ((again, 0), (other, 1)):
+    path.mkdir()
+    microworld.write(path, seed)
+  assert texts(again) == texts(folder)
+  # The tokenizer is one for all worlds, so that policies can be compared.
+  differs = {n for n, text in texts(other).items() if text != texts(folder)[n]}
+  assert differs == {n for n in texts(folder) if not n.startswith("blank/")}
+
+
+def test_the_files_are_what_a_run_reads(folder):
+  passages = corpus.load(folder / "corpus.jsonl")
+  assert 2_000 < len(passages) < 5_000
+  wanted = seeds.from_jsonl(folder / "seeds.jsonl", (1, 2))
+  assert {seed.hops for seed in wanted} == {1, 2}
+  texts = set()
+  for name in microworld.SETS:
+    questions = benchmarks.load_questions(folder / f"{name}.jsonl")
+    assert len(questions) == microworld.QUESTIONS
+    texts |= {question.text for question in questions}
+    # An answer whose question needs no search is no question.
+    assert not any(ENGLISH.contains_any(q.text, q.targets) for q in questions)
+  assert len(texts) == 4 * microworld.QUESTIONS
+  config = json.loads((folder / "blank/config.json").read_text())
+  assert backbones.from_hf_config(config).dim == 128
+
+
+def test_what_is_tested_is_never_asked_for_in_training(folder):
+  """Seeds and evaluation sets share no answer, and no thing."""
+  trained = {
+    a for row in rows(folder / "seeds.jsonl") for a in row["ground_truth"]
+  }
+  tested = {
+    answer
+    for name in microworld.SETS
+    for row in rows(folder / f"{name}.jsonl")
+    for answer in row["golden_answers"]
+  }
+  assert trained
+  assert tested
+  assert not trained & tested
+
+
+def test_taught_and_held_out_are_apart(folder):
+  for seed in range(4):
+    taught, held_out = microworld.split(seed)
+    assert sorted(taught + held_out) == sorted(microworld.TYPES)
+    assert len(taught) == len(held_out) == 15
+  taught, held_out = microworld.split(0)
+  assert microworld.split(1)[0] != taught
+
+  def types(name):
+    return {r["metadata"]["type"] for r in rows(folder / f"{name}.jsonl")}
+
+  for hops in (1, 2):
+    assert types(f"taught_{hops}") == set(taught)
+    assert types(f"held_out_{hops}") == set(held_out)
+  skills = [r.skill for r in record.load(folder / "skills.jsonl")]
+  told = {skill.category.removeprefix("same name: ") for skill in skills}
+  assert told == set(taught)
+  texts = " ".join(str(skill) for skill in skills)
+  assert not re.search(rf"\b({'|'.join(held_out)})\b", texts)
+
+
+def test_rules_differ_between_seeds_and_are_even():
+  laws = [microworld.rules(seed) for seed in range(6)]
+  for law in laws:
+    assert set(collections.Counter(law.values()).values()) == {6}
+  same = np.mean([laws[0][t] == law[t] for law in laws[1:] for t in law])
+  assert 0.1 < same < 0.3  # by chance a fifth
+
+
+def test_what_queries_find(world):
+  """Hit@2 of each kind of query, as the module's docstring has it."""
+  search, rng = Bm25(world.passages), np.random.default_rng(0)
+  hits = collections.defaultdict(list)
+  for thing in world.things:
+    rule = world.rules[thing.type]
+    signs = microworld.asked_signs(thing, rule, rng)
+    question = microworld.ask(thing, "maker", signs, rng)
+    (wrong, value), *_ = [s for s in signs if s[0] != rule]
+    queries = {
+      "name": thing.name,
+      "name and type": f"{thing.name} {thing.type}",
+      "right": f"{thing.name} {rule} {thing.signs[rule]}",
+      "wrong": f"{thing.name} {wrong} {value}",
+      "question": question,
+    }
+    for kind, query in queries.items():
+      (found,) = search.search([query], 2)
+      hits[kind].append(any(world.about.get(p.id) is thing for p in found))
+  shares = {kind: np.mean(found) for kind, found in hits.items()}
+  assert shares == {
+    "name": 0.4,
+    "name and type": 0.4,
+    "right": 1.0,
+    "wrong": 0.0,
+    "question": 0.0,
+  }
+
+
+def test_the_next_hop_is_found_by_name(world):
+  search = Bm25(world.passages)
+  for name in world.people:
+    ((first, *_),) = search.search([name], 2)
+    assert world.about[first.id] is world.people[name]
+
+
+def test_a_question_does_not_say_which_sign_tells(world):
+  """All three that it tells are true, and the right one stands anywhere."""
+  rng, places = np.random.default_rng(1), collections.Counter()
+  for thing in world.things:
+    rule = world.rules[thing.type]
+    signs = microworld.asked_signs(thing, rule, rng)
+    assert len(signs) == len(dict(signs)) == 3
+    assert all(thing.signs[sign] == value for sign, value in signs)
+    places[[sign for sign, _ in signs].index(rule)] += 1
+    namesakes = [t for t in world.things if t.name == thing.name]
+    assert len(namesakes) == microworld.NAMESAKES
+    for sign, value in signs:
+      bearers = sum(t.signs[sign] == value for t in namesakes)
+      assert bearers == (1 if sign == rule else microworld.NAMESAKES)
+  # One sigma of a third of 300 is 0.027.
+  for count in places.values():
+    assert abs(count / len(world.things) - 1 / 3) < 0.1
+
+
+def test_names_are_whole_and_in_no_word():
+  found = list(microworld.names(3))
+  assert len(set(found)) == len(found) > 5_000
+  known = " ".join(microworld.vocabulary_words()).lower()
+  assert not any(name.lower() in known for name in found)
+
+
+# --- the tokenizer ---------------------------------------------------------
+
+
+def test_ids_are_few_and_names_are_two(words):
+  assert 512 <= len(words) <= microworld.ARCHITECTURE["vocab_size"] == 1024
+  for name in list(microworld.names(0))[:200]:
+    assert len(words.encode(f" {name}")) == 2
+  one_each = (*microworld.WORDS, *microworld.PLAIN)
+  for word in one_each:
+    assert len(words.encode(f" {word}")) == 1, word
+  for tag in ("search", "answer", "question", "think", "information"):
+    assert len(words.encode(f"<{tag}>")) == len(words.encode(f"</{tag}>")) == 1
+  tokenizer.token_bytes(words)  # refuses what is not byte-level
+
+
+def test_a_syllable_is_one_id_wherever_it_stands(words):
+  ids = words.encode(
+    "Who made BaDi?\n<search> BaDi</search>(Title: BaDi) BaDi."
+  )
+  first, second = words.encode(" BaDi")
+  assert ids.count(first) == ids.count(second) == 4
+
+
+@given(text=st.text())
+def test_any_text_comes_back(words, text):
+  assert words.decode(words.encode(text)) == text
+
+
+# --- written apart -----------------------------------------------------------
+
+
+def test_the_distiller_knows_nothing_of_the_world():
+  text = (ROOT / "sesa_jax/judge/offline.py").read_text()
+  assert not set(re.findall(r"[a-z]+", text.lower())) & microworld.WORDS
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, ast.ImportFrom):
+      assert "microworld" not in node.module
+      assert not {"microworld", "warm_start"} & {n.name for n in node.names}

@@ -1,0 +1,208 @@
+"""The scripted play, replayed through the real environment."""
+
+import collections
+import json
+import re
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from sesa_jax import environment, types
+from sesa_jax.data import microworld, warm_start
+from sesa_jax.judge import scoring
+from sesa_jax.language import ENGLISH
+from sesa_jax.search.bm25 import Bm25
+from sesa_jax.skills import record
+from sesa_jax.stages import validity
+
+FIELDS = ("trigger", "templates")
+
+
+@pytest.fixture(scope="module")
+def words():
+  return microworld.tokenizer()
+
+
+def block(skills):
+  return record.block(skills, FIELDS) if skills else ""
+
+
+@pytest.fixture(scope="module")
+def plays(words):
+  return list(
+    warm_start.plays(
+      0,
+      1200,
+      index=Bm25,
+      block=block,
+      tokens=lambda text: len(words.encode(text)),
+      hops=(1, 2, 3),
+      worlds=1,
+    )
+  )
+
+
+def role(play):
+  return play.id.split("/")[0]
+
+
+def replayed(play, rules, words):
+  """What the environment answers to the turns of a play."""
+  found = []
+  for number, (written, _) in enumerate(play.turns):
+    ids = tuple(words.encode(written))
+    reply = rules.respond(types.Pause("r", 0, number, 0, ids, "stop", 200, 9))
+    found.append(reply.result() if isinstance(reply, Future) else reply)
+  return found
+
+
+def test_the_environment_answers_as_the_script_says(plays, words):
+  search = Bm25(plays[0][0].passages)
+  kinds = collections.Counter()
+  for _, play in plays:
+    rules = environment.SearchQA(
+      role(play),
+      None if role(play) == "evidence" else search,
+      words,
+      ENGLISH,
+      passages_per_search=warm_start.TOP,
+      observation_tokens=96,
+      max_malformed=1,
+      max_answer_words=32,
+      max_query_characters=500,
+    )
+    *searches, last = replayed(play, rules, words)
+    for reply, (_, observed) in zip(searches, play.turns, strict=False):
+      assert (reply.kind, reply.action) == ("append", "search")
+      assert words.decode(reply.ids) == observed
+    assert [p for r in searches for p in r.passages] == list(play.passages)
+    assert last.kind == "finish"
+    wanted = "question" if role(play) == "challenger" else "answer"
+    assert last.action == wanted
+    kinds[role(play)] += 1
+    if role(play) == "challenger":
+      assert last.argument == play.question
+    if role(play) == "evidence":
+      assert scoring.exact_match(last.argument, play.targets or last.argument)
+  assert min(kinds[r] for r in ("solver", "challenger", "evidence")) > 100
+
+
+def test_segments_encode_apart_as_in_one_piece(plays, words):
+  for _, play in plays[:200]:
+    segments = play.row()["segments"]
+    apart = [i for s in segments for i in words.encode(s["text"])]
+    assert apart == words.encode("".join(s["text"] for s in segments))
+    assert len(apart) <= 288
+    assert not segments[0]["own"]
+    assert segments[-1]["own"]
+
+
+def first_query(play):
+  """The first that names the thing."""
+  queries = [re.search(r"<search> (.*)</search>", t) for t, _ in play.turns]
+  queries = [match[1] for match in queries if match]
+  name = re.search(r" ([A-Z]\w+) with", play.question)[1]
+  return next(q for q in queries if q.split()[0] == name).split()
+
+
+def test_the_script_does_not_know_the_rules(plays):
+  """Without a skill each sign told is as likely, and the name alone is, too."""
+  chosen = collections.Counter()
+  for world, play in plays:
+    if role(play) != "solver" or "/followed/" in play.id:
+      continue
+    rule = world.rules[play.id.split("/")[3]]
+    _, *query = first_query(play)
+    chosen[query[0] == rule if query else None] += 1
+    assert len(query) in (0, 2)  # never the whole question
+  total = sum(chosen.values())
+  assert abs(chosen[None] / total - 0.2) < 0.08
+  told = chosen[True] + chosen[False]
+  assert abs(chosen[True] / told - 1 / 3) < 0.08
+
+
+def test_what_is_followed_is_the_rule_of_taught_types_alone(plays):
+  right = collections.defaultdict(list)
+  for world, play in plays:
+    if "/followed/" in play.id:
+      type = play.id.split("/")[3]
+      _, *query = first_query(play)
+      right[type in world.taught].append(query[:1] == [world.rules[type]])
+  assert np.mean(right[True]) > 0.85
+  assert np.mean(right[False]) < 0.55
+
+
+def test_useless_skills_are_about_other_types(plays):
+  for _, play in plays:
+    name, _, shown, *type = play.id.split("/") + [""] * 3
+    if name != "solver" or shown == "followed":
+      continue
+    skills = play.prompt.partition("Question:")[0]
+    assert bool(skills) == (shown != "none")
+    assert not re.search(rf"\b{type[0]}\b", skills)
+
+
+def test_posed_questions_mostly_keep_the_rules(plays):
+  """Of the rules that need no policy; the challenger is to have work left."""
+  states = collections.Counter()
+  for _, play in plays:
+    if role(play) == "challenger":
+      proposal = proposal_of(play)
+      states[validity.rules(proposal, ENGLISH)] += 1
+  assert states[None] / states.total() > 0.9
+
+
+def proposal_of(play):
+  hops = int(play.id.split("/")[1])
+  turns = tuple(
+    types.Turn(0, 0, 0, text, "search", text, play.passages, "")
+    for text, observed in play.turns
+    if observed
+  )
+  episode = types.Episode(
+    "r", 0, "challenger", np.zeros(1), 0, np.zeros(1), np.zeros(1), turns, ""
+  )
+  seed = types.Seed("s", play.targets, hops)
+  return types.Proposal(seed, 0, episode, play.question, "posed")
+
+
+def test_names_and_values_are_drawn_anew_all_through_an_episode(plays):
+  rng = np.random.default_rng(3)
+  _, play = next(p for p in plays if p[1].id.startswith("solver/2"))
+  row = play.row()
+  drawn = [warm_start.redrawn(row, rng) for _ in range(3)]
+  name = r"\b[A-Z][a-z][A-Z][a-z]\b"
+
+  def shape(found):
+    """Where which names stand, by number, and all other words but values."""
+    text = "\0".join(s["text"] for s in found["segments"])
+    values = "|".join(v for of in microworld.SIGNS.values() for v in of)
+    seen = {}
+    text = re.sub(name, lambda m: f"N{seen.setdefault(m[0], len(seen))}", text)
+    return re.sub(
+      rf"\b({values})\b", lambda m: f"V{seen.setdefault(m[0], len(seen))}", text
+    )
+
+  assert {shape(found) for found in drawn} == {shape(row)}
+  assert len({json.dumps(found) for found in drawn}) == 3
+
+
+def test_the_file_is_the_same_again(words, tmp_path):
+  def write(path, seed):
+    warm_start.write(
+      path,
+      seed,
+      40,
+      index=Bm25,
+      block=block,
+      tokens=lambda text: len(words.encode(text)),
+      worlds=1,
+    )
+    return path.read_text()
+
+  text = write(tmp_path / "a.jsonl", 0)
+  assert (
+    text == write(tmp_path / "b.jsonl", 0) != write(tmp_path / "c.jsonl", 1)
+  )
+  assert len(text.splitlines()) == 40
