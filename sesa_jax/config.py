@@ -250,7 +250,7 @@ def check_distillation(config: Any) -> None:
     ValueError: a choice is unknown, or a number is out of range.
   """
   one_of, settings = grpo.one_of, config.distillation
-  one_of("distillation.distiller", settings.distiller, DISTILLERS)
+  named("distillation.distiller", settings.distiller, dict.fromkeys(DISTILLERS))
   one_of("distillation.keep", settings.keep, distillation.KEEPS)
   distillation.check_consolidate(settings.consolidate)
   if settings.distiller == "solver" and not settings.wait:

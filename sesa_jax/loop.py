@@ -94,6 +94,8 @@ def iteration(
     checked = Checked((), drawn, state.pool, found, ())
   tasks = checked.tasks
   tried = config.solver.group_size + config.bank.control_attempts
+  _stop_if_spent(world)
+  _stop_if_unjudged(checked, (), config.lost_limit, len(tasks) * tried)
   begin("solve", len(tasks) * tried)
   shown, blocks, missed = evaluation.show_skills(
     state.bank, tasks, tools, config, arm=config.bank.arm, iteration=number
@@ -539,13 +541,15 @@ def _stop_if_lost(
     )
 
 
-def _stop_if_unjudged(checked, attempts, limit: float) -> None:
+def _stop_if_unjudged(
+  checked, attempts, limit: float, planned: int = 0
+) -> None:
   """Exact match finds right answers first: what is left over looks easy."""
   lost = checked.unanswered + sum(
     a.verdict is types.Verdict.UNKNOWN and a.episode.finish != "lost"
     for a in attempts
   )
-  asked = checked.asked + len(attempts)
+  asked = checked.asked + max(len(attempts), planned)
   if lost > limit * asked:
     raise types.Stopped(
       f"{lost} of {asked} verdicts and answers of the judge stayed unknown, "

@@ -8,7 +8,7 @@ skills (arXiv 2607.29468).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,12 @@ def read(
   for path in _files(paths):
     for where, row in _rows(path):
       if "passages_seen" in row:
-        records.append(distillation.from_json(row))
+        records.append(_of_a_run(distillation.from_json, row, where))
       elif "arm" in row:
         if row["arm"] == "solver":
-          key = str(path), row["iteration"], row["request_id"]
-          groups.setdefault(key, []).append(_played(row))
+          attempt = _of_a_run(_played, row, where)
+          key = str(path), row.get("iteration"), attempt.question.id
+          groups.setdefault(key, []).append(attempt)
       else:
         _check(row, where)
         name = row.get("question_id") or question_key(row["question"])
@@ -106,6 +107,16 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield where, row
 
 
+def _of_a_run(parse: Callable[[Any], Any], row: Any, where: str) -> Any:
+  """Parses a row that a run wrote, and says where somebody changed it."""
+  try:
+    return parse(row)
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"{where} is not as a run writes it ({error!r}). Take the file as it was."
+    ) from error
+
+
 def _check(row: Mapping[str, Any], where: str) -> None:
   for key in row:
     if key not in _KEYS:
@@ -123,21 +134,32 @@ def _check(row: Mapping[str, Any], where: str) -> None:
       f"{where}, key 'verdict': {row['verdict']!r} is none of "
       f"{', '.join(types.Verdict)}."
     )
+  if not row["question"].strip():
+    raise ValueError(f"{where}, key 'question': empty.")
+  try:
+    as_targets(row["targets"])
+  except ValueError as error:
+    raise ValueError(f"{where}, key 'targets': {error}") from error
+  if not all(isinstance(id, str) for id in row.get("skill_ids", ())):
+    raise ValueError(f"{where}, key 'skill_ids': each is a text.")
   for search in row["searches"]:
     if not (
       isinstance(search, dict)
       and isinstance(search.get("query"), str)
-      and all(
-        isinstance(page, dict)
-        and isinstance(page.get("title"), str)
-        and isinstance(page.get("text"), str)
-        for page in search.get("passages", [None])
-      )
+      and isinstance(search.get("passages"), list)
+      and all(map(_is_page, search["passages"]))
     ):
       raise ValueError(
         f"{where}, key 'searches': each is an object with a query and its "
         "passages, objects with title and text."
       )
+
+
+def _is_page(page: Any) -> bool:
+  return isinstance(page, dict) and all(
+    isinstance(page.get(name, default), str)
+    for name, default in (("title", None), ("text", None), ("id", ""))
+  )
 
 
 def _told(row: Mapping[str, Any], name: str, attempt: int) -> types.Attempt:
@@ -287,10 +309,7 @@ def distill(
     types.Stopped: the model that writes was out of reach, or its budget is
       spent; the same command goes on.
   """
-  if not out.endswith(".jsonl"):
-    raise ValueError(f"--out={out}: name a .jsonl file.")
-  if Path(out).exists():
-    raise ValueError(f"--out={out} exists. Name another.")
+  _check_out(out)
   config_lib.check_distillation(config)
   config = config.copy_and_resolve_references()
   with config.unlocked():  # these are of runs
@@ -367,6 +386,13 @@ def distill(
   return rows
 
 
+def _check_out(out: str) -> None:
+  if not out.endswith(".jsonl"):
+    raise ValueError(f"--out={out}: name a .jsonl file.")
+  if Path(out).exists():
+    raise ValueError(f"--out={out} exists. Name another.")
+
+
 def _graded(groups, judge, limit: float) -> list[list[types.Attempt]]:
   """Asks about answers whose verdict no line gives, all at once."""
   left = [a for group in groups for a in group if not a.episode.finish]
@@ -437,6 +463,7 @@ def mine(
     types.Stopped: the run had to stop, see `loop.run`.
   """
   out = out or str(Path(workdir) / "mined.jsonl")
+  _check_out(out)
   tools_lib.check_judge(config)
   early = config.copy_and_resolve_references()
   with early.unlocked():

@@ -118,10 +118,13 @@ def distiller(
   config: Any, judge: verdicts.Judge | None
 ) -> types.Distiller | None:
   """Returns what writes skills; None where the policy itself does."""
-  if config.distillation.distiller == "offline":
+  name = config.distillation.distiller
+  if name == "offline":
     return offline.OfflineDistiller(config_lib.language(config))
-  if config.distillation.distiller == "chat" and judge is not None:
+  if name == "chat" and judge is not None:
     return distiller_lib.ChatDistiller(judge.chat, config.distillation.tokens)
+  if name not in config_lib.DISTILLERS:
+    return config_lib.named("distillation.distiller", name, {})()
   return None
 
 

@@ -251,7 +251,7 @@ class Skill:
   evidence: str  # e: what tells the right answer from the usual confusion
   avoidance: str  # a: what not to do
   templates: tuple[str, ...]  # z: query templates with slots
-  origin: str  # "seed", "offline", "chat", "solver", "mined", "authored"
+  origin: str  # one of skills.record.ORIGINS, or a distiller's MODULE:NAME
   source_question: str = ""  # its text, for skills born from a failure
   source_seed: str = ""  # of both a line each, where there were several
   created_at: int = 0  # iteration
@@ -333,11 +333,6 @@ class Environment(Protocol):
 
 class Distiller(Protocol):
   """Turns failures into skills, or says why not."""
-
-  @property
-  def name(self) -> str:
-    """The origin of its skills."""
-    ...
 
   def distill_all(self, cases: Sequence[Case]) -> list[Skill | DistillFailure]:
     """Writes at most one skill from each case, in order."""

@@ -8,6 +8,7 @@ masks, turns and logprobs, but what happens in them is chosen by the test.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from sesa_jax.policy import model, sharding
 
 # (request, attempt, turn) -> what the policy writes in that turn
 Script = Callable[[types.Request, int, int], str]
-_LENGTH = 1024
+_LENGTH = 256
 
 
 class ScriptedEngine:
@@ -33,7 +34,6 @@ class ScriptedEngine:
     self._graphdef = graphdef
     self._tokenizer = tokenizer
     self._script = script
-    self._score = jax.jit(self._logprobs)
 
   def load(self, params):
     if len(jax.tree.leaves(params)[0].devices()) == 1:
@@ -136,24 +136,27 @@ class ScriptedEngine:
     padded = np.zeros((1, length), np.int32)
     padded[0, : len(ids)] = ids
     temperature = request.sampling.temperature or 1.0
-    found = self._score(weights, padded, len(ids), temperature)
+    found = _logprobs(self._graphdef, weights, padded, len(ids), temperature)
     return np.asarray(found)[: len(ids)]
 
-  def _logprobs(self, weights, ids, length, temperature):
-    positions = jnp.arange(ids.shape[1])[None]
-    hidden = model.hidden(
-      self._graphdef,
-      weights,
-      ids,
-      positions,
-      (positions < length).astype(jnp.int32),
-      compute_dtype=jnp.float32,
-      remat=False,
-    )
-    logits = model.logits(self._graphdef, weights, hidden)[0] / temperature
-    logprobs = jax.nn.log_softmax(logits)
-    own = jnp.take_along_axis(logprobs[:-1], ids[0, 1:, None], 1)[:, 0]
-    return jnp.concatenate([jnp.zeros(1), own])
+
+# Of no engine: each test makes its own, and one compilation is enough.
+@functools.partial(jax.jit, static_argnums=0)
+def _logprobs(graphdef, weights, ids, length, temperature):
+  positions = jnp.arange(ids.shape[1])[None]
+  hidden = model.hidden(
+    graphdef,
+    weights,
+    ids,
+    positions,
+    (positions < length).astype(jnp.int32),
+    compute_dtype=jnp.float32,
+    remat=False,
+  )
+  logits = model.logits(graphdef, weights, hidden)[0] / temperature
+  logprobs = jax.nn.log_softmax(logits)
+  own = jnp.take_along_axis(logprobs[:-1], ids[0, 1:, None], 1)[:, 0]
+  return jnp.concatenate([jnp.zeros(1), own])
 
 
 # --- a script that meets every case ----------------------------------------

@@ -155,6 +155,19 @@ def test_bank_full_of_seeds_rejects():
   assert equal(after, bank)
 
 
+def test_a_bank_whose_capacity_was_lowered():
+  """As by --force_new: what is too many goes when something comes."""
+  bank = primed(skill("s", "seed"), skill("a"), skill("b"))
+  arrays, document = B.to_tree(bank)
+  lower = B.from_tree(arrays, document | {"capacity": 2})
+  after, events = B.admit(lower, [skill()], axes(4)[3:], 0.5, 1)
+  assert [e["event"] for e in events] == ["admit", "evict", "evict"]
+  assert [s.id for s in after.skills] == ["s", "skill-00001"]
+  full = B.from_tree(arrays, document | {"capacity": 1})
+  after, events = B.admit(full, [skill()], axes(4)[3:], 0.5, 1)
+  assert [e.get("reason") for e in events] == ["full"]
+
+
 def test_ids_are_never_reused():
   bank = primed(skill("skill-00001"), capacity=1)
   bank, _ = B.admit(bank, [skill(), skill()], axes(3)[1:], 0.5, 1)
@@ -561,6 +574,9 @@ GOOD = dict(
       {"helpful": "1"},
       "line 2, key 'helpful': '1' is not of type int or float",
     ),
+    ({"retrieved": -1}, "line 2, key 'retrieved': -1 is no count"),
+    ({"created_at": 2**31}, "line 2, key 'created_at': 2147483648 is no"),
+    ({"harmful": float("nan")}, "line 2, key 'harmful': nan is no count"),
     ({"id": "first"}, "line 2, key 'id': 'first' occurs twice"),
     ({"id": " "}, "line 2, key 'id': empty"),
     ({"origin": "web"}, "line 2, key 'origin': 'web' is none of seed, "),

@@ -12,6 +12,7 @@ from sesa_jax.judge.offline import OfflineDistiller
 from sesa_jax.language import ENGLISH
 from sesa_jax.retrieval.encoder import HashEncoder
 from sesa_jax.skills import bank as skill_bank
+from sesa_jax.skills import record as record_lib
 from sesa_jax.stages import distillation
 from sesa_jax.types import (
   Case,
@@ -228,6 +229,14 @@ def test_same_question_id_of_two_iterations():
   assert left == (record("a", iteration=1),)
 
 
+def test_records_of_two_sources_may_share_their_id():
+  """Of two runs, say: one that is written leaves the other where it is."""
+  queue = (record("a"), record("a", question="Where is Z kept?"))
+  distiller = Scripted({"a": skill("first lesson")})
+  _, left, _ = distill(empty(), queue, distiller, max_records=1)
+  assert left == queue[1:]
+
+
 def test_evictions_stand_among_the_rows():
   queue = (record("a"), record("b"))
   answers = {"a": skill("first lesson"), "b": skill("other matter")}
@@ -272,6 +281,8 @@ def test_record_survives_a_checkpoint():
   for one in (waits, record("b", right=(right, right))):
     text = json.dumps(metrics.plain(one))
     assert distillation.from_json(json.loads(text)) == one
+  alone = metrics.plain(waits) | {"targets": "Rome"}
+  assert distillation.from_json(alone) == waits  # one answer, not its letters
   older = metrics.plain(waits)
   del older["right"]
   assert distillation.from_json(older) == waits
@@ -333,12 +344,12 @@ def test_a_cluster_shows_the_skills_of_all_once():
   assert [s.id for s in case.shown] == ["s", "t"]
 
 
-def test_a_cluster_lands_or_stays_as_a_whole():
+def test_a_cluster_lands_or_stays_as_a_whole(tmp_path):
   """Its skill is born from all its questions, and holds nothing of any."""
   records = [
     record("a", question="Where\nis A kept?"),
     record("b", targets=("Oslo",)),
-    record("c"),
+    record("c", targets=("Riga",), passages=(Passage("2", "Pula", ""),)),
   ]
   queue = (*records, record("d"))
   case = Case(tuple(records), ())
@@ -359,13 +370,17 @@ def test_a_cluster_lands_or_stays_as_a_whole():
   (row,) = report.rows
   assert (row["question"], row["others"]) == ("a", [(1, "b"), (1, "c")])
   assert report.metrics["distillation/admitted"] == 1
+  by_text = [f"Where is {name} kept" for name in "ABCD"]
   asked = [
-    Question("x", "Where is B kept", ("y",), 1, "", "fixed"),
-    Question("y", "Where is E kept", ("y",), 1, "seed of c", "challenger"),
-    Question("z", "Where is D kept", ("y",), 1, "seed of d", "challenger"),
+    *(Question(t[9], t, ("y",), 1, "", "fixed") for t in by_text),
+    *(Question(s, "Whose?", ("y",), 1, f"seed of {s}", "") for s in "abcd"),
   ]
-  shown = skill_bank.top(bank, asked, ENCODER, k=1)
-  assert [len(shown[name]) for name in "xyz"] == [0, 0, 1]
-  assert land(skill("it is in oslo"))[0].skills == ()
+  skill_bank.save_jsonl(bank, tmp_path / "skills.jsonl")
+  rows = record_lib.read_rows(tmp_path / "skills.jsonl")
+  for known in bank, skill_bank.from_rows(rows, ENCODER, 10):
+    shown = skill_bank.top(known, asked, ENCODER, k=1)
+    assert [name for name, found in shown.items() if found] == ["D", "d"]
+  for told in ("go to rome", "it is in oslo", "as in riga", "see pula"):
+    assert land(skill(told))[0].skills == (), told
   assert land(DistillFailure("down", outage=True))[1] == queue
   assert land(DistillFailure("refused", outage=False))[1] == (record("d"),)

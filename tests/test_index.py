@@ -133,21 +133,40 @@ def test_an_index_of_nothing(kind):
     full.search(np.ones((1, 2), np.float32), 0)
 
 
-def test_a_tree_finds_nearly_all_and_the_same_each_time(monkeypatch):
+@pytest.mark.parametrize(("searched", "least"), [(None, 0.9), (0.02, 0.3)])
+def test_a_tree_finds_nearly_all_and_the_same_each_time(
+  tmp_path, monkeypatch, searched, least
+):
+  """From its files alone, wherever they lie, whoever else asks."""
+  monkeypatch.setattr(index, "SEARCHED", searched or index.SEARCHED)
+  queries, vectors = clustered(64, seed=1), clustered(4000, seed=2)
+  everything = np.ones(4000, bool)
+  index.grow(vectors, tmp_path / "grown")
+  (tmp_path / "grown").rename(tmp_path / "tree")
+  built = index.build(vectors, everything, "scann", tmp_path / "tree")
+  scores, rows = built.search(queries, 3)
+  _, exact = top_k(queries, vectors, everything, 3)
+  assert bank.recall(rows, exact) > least
+  if searched:  # else a tree that is not searched would pass
+    assert bank.recall(rows, exact) < 1
+  again = index.build(vectors, everything, "scann", tmp_path / "tree")
+  np.testing.assert_array_equal(again.search(queries, 3)[1], rows)
+  for q in range(0, 64, 3):
+    alone = again.search(queries[q : q + 1], 3)
+    np.testing.assert_array_equal(alone[1][0], rows[q])
+    np.testing.assert_array_equal(alone[0][0], scores[q])
+  (tmp_path / "tree" / "scann_config.pb").unlink()
+  with pytest.raises(ValueError, match="holds no tree of ScaNN"):
+    index.build(vectors, everything, "scann", tmp_path / "tree")
+
+
+def test_without_its_files_no_tree_is_searched(monkeypatch):
+  """A bank's index: the same each time, and of all."""
   monkeypatch.setattr(index, "TREE_FROM", 1000)
   queries, vectors = clustered(64, seed=1), clustered(4000, seed=2)
   mask = np.arange(4000) % 5 > 0
-  built = index.build(vectors, mask, "scann")
-  _, rows = built.search(queries, 3)
-  _, exact = top_k(queries, vectors, mask, 3)
-  found = (
-    np.mean([len(set(a) & set(b)) for a, b in zip(rows, exact, strict=True)])
-    / 3
-  )
-  assert found > 0.9
-  assert (rows % 5 > 0).all()
-  again = index.build(vectors, mask, "scann").search(queries, 3)[1]
-  np.testing.assert_array_equal(rows, again)
+  found = index.build(vectors, mask, "scann").search(queries, 3)[1]
+  np.testing.assert_array_equal(found, top_k(queries, vectors, mask, 3)[1])
 
 
 def test_recall_by_hand():

@@ -3,7 +3,11 @@
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -33,7 +37,7 @@ def at_root(monkeypatch):
   monkeypatch.setenv("DEEPSEEK_API_KEY", KEY)
 
 
-def obliging(handler):
+def obliging(handler, usage=(10, 5)):
   """Judges, answers from passages and writes skills, as the prompt asks."""
   found = blocks(handler.asked)
   if "candidate" in found:
@@ -43,16 +47,20 @@ def obliging(handler):
     digest = hashlib.sha256(handler.asked.encode()).hexdigest()
     text = f"Mind the {' '.join(re.findall('[a-f]+', digest)[:6])}."
     skill = scripted.SKILL | {"description": text}
-    says(json.dumps(skill))(handler)
+    says(json.dumps(skill), usage=usage)(handler)
   else:
     titles = re.findall(r"^Doc \d+\(Title: (.*?)\) ", found["passages"], re.M)
     says(json.dumps({"answer": " ".join(titles)}))(handler)
 
 
 def paper_judge(server, **changes):
-  """The tiny config with the judge and the distiller of a paper's config."""
+  """The tiny config with the judge and the distiller of a paper's config.
+
+  Nothing is evaluated: no judge has a part in that.
+  """
   paper = qwen3_4b.get_config().copy_and_resolve_references()
   config = tiny_config(**SCRIPTED)
+  config.eval.sets = {}
   config.judge = paper.judge
   config.verifier.answerer = paper.verifier.answerer
   config.distillation.distiller = paper.distillation.distiller
@@ -67,7 +75,8 @@ def paper_judge(server, **changes):
 
 
 def run(config, folder):
-  with driver.playing_the_script():
+  with driver.playing_the_script(), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(loop, "_plot", lambda folder: None)  # takes its time
     loop.run(config, str(folder))
   return metrics.RunFolder(folder)
 
@@ -174,6 +183,46 @@ def test_a_run_that_is_resumed_pays_once(tmp_path, monkeypatch):
   assert row["judge/calls"] == 0
   assert row["judge/cache_hits"] == paid
   assert row["judge/spent/tokens"] == 15 * paid
+
+
+@pytest.mark.slow
+def test_a_kill_within_a_distillation_loses_and_doubles_nothing(
+  judged, tmp_path
+):
+  """By SIGKILL, as the second skill is asked for."""
+  asked = []
+
+  def killing(handler):
+    if "right answer" in blocks(handler.asked):
+      asked.append(handler.asked)
+      if len(asked) == 2:
+        os.kill(process.pid, signal.SIGKILL)
+    obliging(handler)
+
+  folder = tmp_path / "run"
+  with Server(then=killing) as server:
+    values = SCRIPTED | {
+      "iterations": 2,
+      "verifier.answerer": "judge",
+      "distillation.distiller": "chat",
+      "judge.base_url": server.url,
+      "judge.tries": 1,
+      "judge.concurrency": 1,
+    }
+    flags = [f"--config.{name}={value}" for name, value in values.items()]
+    command = [sys.executable, "-m", "tests.driver", "never"]
+    command += ["--config=configs/tiny.py", f"--workdir={folder}", *flags]
+    for code in (-signal.SIGKILL, 0):
+      process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+      _, said = process.communicate(timeout=200)
+      assert process.returncode == code, said.decode()
+    sent = [json.dumps(request) for request in server.requests]
+  # The one that was on its way was never paid.
+  assert len(sent) == len(set(sent)) + 1
+  spent = json.loads((folder / "judge_spent.json").read_text())
+  assert spent["tokens"] == 15 * len(set(sent))
+  for name in ("skills.jsonl", "skills_history.jsonl", "failures.jsonl"):
+    assert (folder / name).read_bytes() == (judged[0].path / name).read_bytes()
 
 
 # --- outages -----------------------------------------------------------------
@@ -307,6 +356,63 @@ def test_an_outage_of_the_distiller_alone_stops_nothing(tmp_path):
   assert rows[1]["distillation/admitted"] > 0
 
 
+def test_an_outage_of_the_evidence_check_alone(tmp_path):
+  """It is said before anything is solved; allowed, no proposal counts."""
+
+  def mute(handler):
+    checks = "passages" in blocks(handler.asked)
+    (body(b"", 503) if checks else obliging)(handler)
+
+  with Server(then=mute) as server:
+    config = paper_judge(server)
+    world, state, spy = begun(config, tmp_path)
+    with silent() as progress, pytest.raises(types.Stopped, match="answers of"):
+      loop.iteration(state, world, config, progress)
+    assert [requests[0].arm for _, requests, *_ in spy.played] == ["challenger"]
+    config.lost_limit = 1.0
+    with silent() as progress:
+      _, record = loop.iteration(state, world, config, progress)
+  found = record.metrics
+  assert found["challenger/state/valid"] == 0
+  assert found["challenger/state/unverified"] == found["challenger/out"] > 0
+  for row in record.questions:
+    assert (row["reward"] is None) == (row["state"] == "unverified")
+  # What was posed by others is graded, and learned from.
+  assert found["solver/origin/challenger"] == 0
+  assert found["solver/verdicts/unknown"] == 0
+  assert found["solver/questions"] == found["solver/origin/fixed"] > 0
+  assert found["solver/updates"] == 1
+
+
+def test_a_budget_that_ends_within_a_distillation(tmp_path):
+  """What was written is kept, the rest waits; nothing is paid twice."""
+
+  def dear(handler):
+    obliging(handler, usage=(900_000, 5))
+
+  def asked(requests):
+    found = [r["messages"][1]["content"] for r in requests]
+    return [text for text in found if "right answer" in blocks(text)]
+
+  limits = {"judge.max_tokens": 902_000, "judge.concurrency": 1}
+  with Server(then=dear) as server:
+    config = paper_judge(server, iterations=1, **limits)
+    with pytest.raises(types.Stopped, match="budget is used up"):
+      run(config, tmp_path / "run")
+    folder = metrics.RunFolder(tmp_path / "run")
+    (row,) = folder.read("metrics.jsonl")
+    left = row["frontier/recorded"] - 1
+    assert row["distillation/admitted"] == len(asked(server.requests)) == 1
+    assert row["judge/failures/budget"] == row["distillation/pending"] == left
+    assert left > 0
+    config = paper_judge(server, iterations=2)
+    server.then = obliging
+    run(config, tmp_path / "run")
+  assert folder.read("metrics.jsonl")[1]["distillation/pending"] == 0
+  once = asked(server.requests)
+  assert len(set(once)) == len(once) == len(folder.read("failures.jsonl"))
+
+
 def test_a_budget_stops_the_run_and_may_be_raised(tmp_path):
   with Server(then=obliging) as server:
     config = paper_judge(server, **{"judge.max_tokens": 5_000})
@@ -338,6 +444,7 @@ def test_modes_that_ask_no_model_need_no_key(judged, monkeypatch):
   monkeypatch.delenv("DEEPSEEK_API_KEY")
   before = len(server.requests)
   config = paper_judge(server, iterations=2, **{"eval.banks": ("none",)})
+  config.eval.sets = tiny_config().eval.sets
   config_lib.check(config)
   with driver.playing_the_script():
     loop.evaluate_checkpoint(config, str(folder.path))

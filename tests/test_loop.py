@@ -1,6 +1,8 @@
 """The whole loop on the tiny config: invariants, resume, information flow."""
 
+import copy
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -542,13 +544,28 @@ class Spy:
     return self.engine.play(weights, requests, environment, **more)
 
 
+# No part of a world depends on these.
+_LATER = ("bank.", "distillation.", "encoder.threshold", "eval.banks")
+
+
+@functools.cache
+def assembled(changes):
+  """The world of some changes, which tests share."""
+  config = tiny_config(**SCRIPTED | dict(changes))
+  with driver.playing_the_script():
+    return tools.assemble(config, tools.read(config))
+
+
 def spied(**changes):
   config = tiny_config(**SCRIPTED | changes)
-  with driver.playing_the_script():
-    world = tools.assemble(config, tools.read(config))
-  spy = Spy(world.tools.engine)
+  early = {n: x for n, x in changes.items() if not n.startswith(_LATER)}
+  world = assembled(tuple(sorted(early.items())))
+  # Copies of what tests bend.
+  spy = Spy(copy.copy(world.tools.engine))
+  places = {k: copy.copy(x) for k, x in world.tools.environments.items()}
   world = dataclasses.replace(
-    world, tools=dataclasses.replace(world.tools, engine=spy)
+    world,
+    tools=dataclasses.replace(world.tools, engine=spy, environments=places),
   )
   state, _ = state_lib.start(config, world)
   return config, world, state, spy

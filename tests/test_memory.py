@@ -221,8 +221,7 @@ def test_the_arm_of_a_run_is_what_its_solver_sees():
   seen = {}
   for arm in ("skills", "placebo", "scrambled"):
     config, world, state, spy = spied(**ROOM | {"bank.arm": arm})
-    with silent() as progress:
-      _, record = loop.iteration(state, world, config, progress)
+    _, record = unlearned(state, world, config)
     solved = [r for r in record.episodes if r["arm"] == "solver"]
     credited = {e["skill"] for e in record.history if e["event"] == "credit"}
     assert credited == {name for row in solved for name in row["skill_ids"]}
@@ -299,6 +298,14 @@ def test_tokens_of_a_text_inside_a_prompt_are_its_own():
 # --- values that reach their place -------------------------------------------
 
 
+def unlearned(state, world, config):
+  """One iteration without its updates, which take most of its time."""
+  policies = dict(challenger=state.challenger, solver=state.solver)
+  with silent() as progress, pytest.MonkeyPatch.context() as patch:
+    patch.setattr(loop, "_learn", lambda *_: (policies, {"solver": {}}))
+    return loop.iteration(state, world, config, progress)
+
+
 class Written:
   """A distiller that notes what it is asked, and writes one skill a case."""
 
@@ -333,9 +340,7 @@ def distilled(iteration=1, queue=(), **changes):
     world, tools=dataclasses.replace(world.tools, distiller=written)
   )
   state = dataclasses.replace(state, iteration=iteration, queue=tuple(queue))
-  with silent() as progress:
-    after, record = loop.iteration(state, world, config, progress)
-  return written, after, record
+  return written, *unlearned(state, world, config)
 
 
 def test_the_encoders_threshold_decides_admission():

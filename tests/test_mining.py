@@ -95,6 +95,42 @@ def test_lines_of_another_agent_by_hand(tmp_path):
   )
 
 
+def test_files_may_share_their_ids(tmp_path):
+  """Each has a question of its own under it, and none of them gets lost."""
+  paths = [
+    write(
+      tmp_path / f"{place}.jsonl",
+      line("Bonn", question=f"Where is the {place} kept?", question_id="1"),
+    )
+    for place in ("arch", "mill", "harp")
+  ]
+  config = tiny_config(
+    **{"frontier.gate": "any_failure", "distillation.max_records": 1}
+  )
+  rows = mining.distill(config, paths, str(tmp_path / "skills.jsonl"))
+  assert len(rows) == 3
+
+
+class Mine:
+  """A distiller of one's own."""
+
+  def distill_all(self, cases):
+    return [
+      types.Skill("", "c", "Read on.", "t", "e", "a", (), "") for _ in cases
+    ]
+
+
+def test_a_distiller_of_ones_own(tmp_path):
+  path = write(tmp_path / "agent.jsonl", line("Bonn"), line("Rome"))
+  name, out = f"{Mine.__module__}:Mine", tmp_path / "skills.jsonl"
+  config = tiny_config(**{"distillation.distiller": name})
+  mining.distill(config, [path], str(out))
+  assert record_lib.read_rows(out)[-1]["origin"] == name
+  config.distillation.distiller = f"{Mine.__module__}:Nobody"
+  with pytest.raises(ValueError, match=r"distiller = .*Nobody"):
+    mining.distill(config, [path], str(tmp_path / "more.jsonl"))
+
+
 def test_a_verdict_that_is_given_stands(tmp_path):
   path = write(
     tmp_path / "agent.jsonl",
@@ -164,7 +200,20 @@ def test_right_attempts_are_kept_for_contrast(played):
     ({"question": "x"}, "key 'targets': missing"),
     (line(3), "key 'prediction': 3"),
     (line("x", verdict="good"), "'good' is none of right, wrong, unknown"),
+    (line("x", question=" "), "key 'question': empty"),
+    (line("x", targets=[]), "key 'targets': No answer"),
+    (line("x", targets=["Rome", 3]), "key 'targets': An answer is a string"),
+    (line("x", skill_ids=[3]), "key 'skill_ids'"),
     (line("x", searches=["q"]), "key 'searches'"),
+    (line("x", searches=[{"query": "q", "passages": None}]), "key 'searches'"),
+    (
+      line(
+        "x", searches=[{"query": "q", "passages": [{"title": "t", "id": 3}]}]
+      ),
+      "key 'searches'",
+    ),
+    ({"passages_seen": 1}, "not as a run writes it"),
+    ({"arm": "solver", "turns": []}, "not as a run writes it"),
     (line("x", searches=[{"query": "q"}]), "key 'searches'"),
     (line("x", searches=[{"passages": []}]), "key 'searches'"),
     (
@@ -343,6 +392,26 @@ def test_what_belongs_to_runs_is_no_matter(tmp_path):
     mining.distill(config, [path], str(tmp_path / "more.jsonl"))
 
 
+def test_a_budget_that_ends_is_said_and_nothing_is_paid_twice(tmp_path):
+  path = write(
+    tmp_path / "agent.jsonl",
+    *(line("Bonn", question=f"Where is the {x} kept?") for x in "ab"),
+  )
+  out, act = tmp_path / "skills.jsonl", says(json.dumps(scripted.SKILL))
+  changes = {"frontier.gate": "any_failure", "judge.concurrency": 1}
+  changes |= {"judge.verdicts": False, "judge.max_tokens": 10_000}
+  with Server(
+    [says(json.dumps(scripted.SKILL), usage=(9_000, 5))], then=act
+  ) as server:
+    with pytest.raises(types.Stopped, match=r"9,005 of 10,000 tokens"):
+      mining.distill(judged(server, **changes), [path], str(out))
+    assert not out.exists()
+    changes["judge.max_tokens"] = 100_000
+    rows = mining.distill(judged(server, **changes), [path], str(out))
+    assert len(server.requests) == 2
+  assert [row["reason"] for row in rows] == ["", "similar"]
+
+
 @pytest.mark.parametrize("what", ["candidate", "right answer"])
 def test_an_outage_stops_and_nothing_is_written(tmp_path, what):
   def act(handler):
@@ -391,6 +460,15 @@ def test_a_config_is_refused_before_anything_is_read(changes, says_, tmp_path):
 
 
 # --- mining ------------------------------------------------------------------
+
+
+def test_where_to_is_asked_before_anything_is_played(tmp_path):
+  run, out = str(tmp_path / "run"), tmp_path / "there.jsonl"
+  out.touch()
+  for name, says_ in ((str(out), "exists"), (run, "name a .jsonl file")):
+    with pytest.raises(ValueError, match=says_):
+      mining.mine(tiny_config(), run, out=name)
+  assert not (tmp_path / "run").exists()
 
 
 def test_mining_plays_with_a_frozen_bank_and_keeps_the_best(tmp_path):

@@ -383,6 +383,38 @@ def test_an_estimate_by_hand(compile_to):
   assert found["hours"] == pytest.approx(sum(seconds) / 3600)
 
 
+@pytest.mark.parametrize(
+  ("changes", "challenger", "solver"),  # episodes played, and learned from
+  [
+    ({}, (3, 3), (12, 12)),
+    ({"bank.control_attempts": 2}, (3, 3), (18, 12)),
+    ({"challenger.group_size": 2}, (6, 6), (24, 24)),
+    ({"challenger.frozen": True}, (3, 0), (12, 12)),
+    ({"selfplay": False, "bank.control_attempts": 1}, (0, 0), (15, 12)),
+  ],
+)
+def test_all_that_a_role_plays_is_counted(changes, challenger, solver):
+  cache = plan.Cache("x", 1, 1, 1, 1, 1, 0.0, rows=1.0)
+  one, found = (
+    plan.estimate(
+      run.read(plan.changed(tiny.get_config(), c), here(), ()), cache
+    )
+    for c in ({}, changes)
+  )
+  for role, (played, learned), base in (
+    ("challenger", challenger, 3),
+    ("solver", solver, 12),
+  ):
+    assert found[f"{role}/tokens"] == played * 768
+    for name in ("flops/rollout", "flops/prefill", "bytes/rollout", "sampled"):
+      name = f"{role}/{name}"
+      assert found[name] == pytest.approx(one[name] * played / base)
+    for name in ("flops/score", "flops/update"):
+      name = f"{role}/{name}"
+      assert found[name] == pytest.approx(one[name] * learned / base)
+    assert bool(found[f"{role}/bytes/update"]) == bool(learned)
+
+
 def test_a_program_is_compiled_once(compile_to, monkeypatch):
   compile_to(temporaries=0)
   texts = []

@@ -191,6 +191,35 @@ def test_the_life_of_a_skill(run):
     said(str(run), skill="skill-2")
 
 
+def test_a_life_that_began_with_several_failures():
+  failures = [
+    dict(
+      question_id=id,
+      iteration=number,
+      targets=["x"],
+      prediction=f"{id} {number}",
+      wrong_attempts=1,
+      success_rate=0.5,
+      skill_ids=[],
+    )
+    for number in (1, 2)
+    for id in ("q1", "q2", "q3")
+  ]
+  came = dict(
+    iteration=3,
+    event="admit",
+    skill="a",
+    question="q1",
+    asked_at=2,
+    others=[[1, "q2"], [2, "q3"]],
+  )
+  out = io.StringIO()
+  told = life.story(life.Source([row("a")], [came], failures), "a")
+  rich.console.Console(file=out, width=110).print(told)
+  found = re.findall(r"'(q\d \d)' for", out.getvalue())
+  assert found == ["q2 1", "q1 2", "q3 2"]
+
+
 def test_a_life_without_the_runs_folder(run):
   text = said(str(run / "skills.jsonl"), skill="skill-00001")
   assert "origin: offline\n" in text
@@ -419,14 +448,20 @@ def test_flags(tmp_path):
 # --- usable alone ----------------------------------------------------------
 
 
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
+def of_the_docs(title) -> tuple[str, dict]:
+  """The example of a section of docs/skills.md, and what it leaves."""
   text = (ROOT / "docs" / "skills.md").read_text()
-  section = text.split("## A bank alone\n")[1].split("\n## ")[0]
+  section = text.split(f"## {title}\n")[1].split("\n## ")[0]
   (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-  assert len([line for line in code.splitlines() if line.strip()]) <= 20
   names: dict = {}
   exec(compile(code, "docs/skills.md", "exec"), names)
+  return code, names
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  code, names = of_the_docs("A bank alone")
+  assert len([line for line in code.splitlines() if line.strip()]) <= 20
   assert names["block"].startswith("Lessons from earlier questions:\nCheck")
   (saved,) = record.read_rows(tmp_path / "skills.jsonl")
   assert (saved["id"], saved["retrieved"], saved["harmful"]) == (
@@ -437,3 +472,15 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
   bank = names["bank"]
   assert dataclasses.is_dataclass(bank)
   assert skill_bank.rows(bank) == [saved]
+
+
+def test_a_distiller_of_the_docs_runs():
+  _, names = of_the_docs("A distiller of your own")
+  (row,) = names["report"].rows
+  assert (row["outcome"], row["question"]) == ("admitted", "q1")
+  (skill_,) = names["bank"].skills
+  assert (skill_.origin, skill_.source_question) == (
+    "notes:Years",
+    "When did the fair open?",
+  )
+  assert names["queue"] == ()

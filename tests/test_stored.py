@@ -94,6 +94,30 @@ def test_dense_finds_what_the_definition_finds(tmp_path):
     dense.load(folder, encoder.HashEncoder(16), "exact")
 
 
+def test_many_vectors_get_a_tree_that_is_kept(tmp_path, monkeypatch):
+  """What is found follows from the folder, also in another process."""
+  found = passages([f"word{i} word{i % 7} word{i % 90}" for i in range(400)])
+  folder, hashed = written(tmp_path, found), encoder.HashEncoder(32)
+  monkeypatch.setattr(dense.index_lib, "TREE_FROM", 400)
+  dense.build(folder, hashed)
+  assert (folder / "scann").is_dir()
+  queries = [p.text for p in found[::20]]
+  got = [
+    dense.load(folder, hashed, kind).search(queries, 3)
+    for kind in ("scann", "auto", "exact")
+  ]
+  assert got[0] == got[1]
+  one, exact = (
+    {(q, p.id) for q, r in enumerate(g) for p in r} for g in got[1:]
+  )
+  assert len(one & exact) > 0.8 * len(exact)
+  few = tmp_path / "few"
+  few.mkdir()
+  stored.write_passages(few, found[:399])
+  dense.build(few, hashed)
+  assert not (few / "scann").exists()
+
+
 # --- the folder --------------------------------------------------------------
 
 

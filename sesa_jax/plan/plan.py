@@ -375,8 +375,8 @@ def estimate(run: Run, cache: Cache) -> dict[str, float]:
   for role in ROLES:
     work = _work(run, role)
     found |= {f"{role}/{name}": value for name, value in work.items()}
-    questions = run.config[role].minibatch_questions
-    steps = math.ceil(run.config.questions / questions)
+    questions, *_ = _episodes(run.config, role)
+    steps = math.ceil(questions / run.config[role].minibatch_questions)
     moved = steps * costs.apply_bytes(run.backbone, width)
     found[f"{role}/bytes/update"] = moved
     if cache.rows:
@@ -408,34 +408,49 @@ def _work(run: Run, role: str) -> dict[str, float]:
   length = values.episode_tokens
   observed = (values.turns - 1) * config.environment.observation_tokens
   observed = min(observed, length - values.turn_tokens)
-  episodes = config.questions * values.group_size
-  tokens, sampled = episodes * length, episodes * (length - observed)
-  context = episodes * costs.context_of(0, length)
-  forward = costs.forward(run.backbone, tokens, context, sampled).total
-  # What is observed lies anywhere in an episode: it sees its share.
-  share = observed / length
+  questions, learned, played = _episodes(config, role)
+  # Of one episode; what is observed lies anywhere in it: it sees its share.
+  sampled, context = length - observed, costs.context_of(0, length)
+  forward = costs.forward(run.backbone, length, context, sampled).total
   prefill = costs.forward(
-    run.backbone, tokens - sampled, context * share, 0
+    run.backbone, observed, context * observed / length, 0
   ).total
   update = costs.gradient(
     run.backbone,
-    tokens,
+    length,
     context,
     sampled,
     remat=config.policy.remat,
     attention=run.learners[role].attention,
   ).total
   # The reference's logprobs, and old ones where there are several updates.
-  several = config.questions > values.minibatch_questions
+  several = questions > values.minibatch_questions
   passes = several + (values.kl_coefficient > 0)
   return {
-    "tokens": tokens,
-    "sampled": sampled,
-    "flops/rollout": forward,
-    "flops/prefill": prefill,  # a part of the rollout's
-    "flops/score": passes * forward,
-    "flops/update": update,
+    "tokens": played * length,
+    "sampled": played * sampled,
+    "flops/rollout": played * forward,
+    "flops/prefill": played * prefill,  # a part of the rollout's
+    "flops/score": learned * passes * forward,
+    "flops/update": learned * update,
   }
+
+
+def _episodes(config: Any, role: str) -> tuple[int, int, int]:
+  """Counts what a role does in an iteration.
+
+  Returns:
+    Questions that it learns from, its episodes at them, and all that it plays:
+    the solver's without skills come on top.
+  """
+  seeds, proposals = config.questions, config.challenger.group_size
+  if role == "challenger":
+    posed = seeds * proposals * config.selfplay
+    learns = not config.challenger.frozen
+    return seeds * config.selfplay * learns, posed * learns, posed
+  tasks = seeds * (proposals if config.selfplay else 1)
+  learned = tasks * config.solver.group_size
+  return tasks, learned, learned + tasks * config.bank.control_attempts
 
 
 def _remedies(

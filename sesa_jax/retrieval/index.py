@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -23,8 +24,8 @@ from sesa_jax.distributed import host_cpu
 BLOCK = 8
 
 KINDS = ("auto", "exact", "scann")
-# Vectors from which ScaNN searches a tree, not all of them. Below, a search of
-# all is done before a tree is built, and a bank changes every few searches.
+# Vectors from which an index on disk gets a tree. A bank never has one: it
+# changes every few searches, and to score all is done before a tree has grown.
 TREE_FROM = 100_000
 SEARCHED = 0.4  # of the leaves, for a recall of .95 and more on real text
 TRAINED = 25_000  # vectors that leaves and hashes are fitted to
@@ -55,6 +56,7 @@ def build(
   vectors: Float[np.ndarray | jax.Array, "S E"],
   mask: Bool[np.ndarray | jax.Array, " S"],
   kind: str = "auto",
+  tree: str | Path = "",
 ) -> Index:
   """Builds an index of the vectors that are not masked.
 
@@ -62,6 +64,7 @@ def build(
     vectors: float32.
     mask: False at rows that nobody may find.
     kind: one of KINDS; "auto" is ScaNN where it is installed.
+    tree: folder of `grow`, for ScaNN: of the rows that are not masked.
 
   Raises:
     ValueError: an unknown kind, or ScaNN is not installed.
@@ -69,7 +72,9 @@ def build(
   check(kind)
   if kind == "auto":  # ScaNN is the faster one at every size
     kind = "scann" if has_scann() else "exact"
-  return Exact(vectors, mask) if kind == "exact" else Scann(vectors, mask)
+  if kind == "exact":
+    return Exact(vectors, mask)
+  return Scann(vectors, mask, tree)
 
 
 def check(kind: str) -> None:
@@ -117,45 +122,39 @@ class Exact:
 class Scann:
   """ScaNN; an `Index`.
 
-  Below TREE_FROM vectors all are scored. From there on k-means leaves are
-  chosen, their vectors scored by anisotropic hashes, and the best of those by
-  their inner products. A query whose SPARE further neighbours do not make up
-  for those that it must not find is answered by the exact index.
+  All vectors are scored, or with a tree of `grow` those of the leaves that are
+  nearest, by anisotropic hashes, and the best of those by their inner products.
+  A query whose SPARE further neighbours do not make up for those that it must
+  not find is answered by the exact index.
 
   Raises:
-    ValueError: ScaNN is not installed.
+    ValueError: ScaNN is not installed, or the tree is damaged.
   """
 
   def __init__(
     self,
     vectors: Float[np.ndarray | jax.Array, "S E"],
     mask: Bool[np.ndarray | jax.Array, " S"],
+    tree: str | Path = "",
   ):
     check("scann")
     from scann.scann_ops.py import scann_ops_pybind
 
-    self._exact = Exact(vectors, mask)
+    self._exact, self._tree = Exact(vectors, mask), bool(tree)
     self._rows = np.flatnonzero(np.asarray(mask)).astype(np.int32)
     if not len(self._rows):
       return
     self._vectors = np.asarray(vectors, np.float32)[self._rows]
-    builder = scann_ops_pybind.builder(self._vectors, SPARE, "dot_product")
-    if len(self._rows) < TREE_FROM:
-      builder.score_brute_force()
+    if tree:
+      try:
+        self._searcher = scann_ops_pybind.load_searcher(str(tree))
+      except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+          f"{tree} holds no tree of ScaNN ({error}). Build the index again."
+        ) from error
     else:
-      leaves = round(math.sqrt(len(self._rows)))
-      builder.tree(
-        leaves,
-        max(1, round(leaves * SEARCHED)),
-        training_sample_size=TRAINED,
-      )
-      builder.score_ah(
-        2,
-        anisotropic_quantization_threshold=0.2,
-        training_sample_size=TRAINED,
-      )
-      builder.reorder(REORDERED)
-    self._searcher = builder.build()
+      builder = scann_ops_pybind.builder(self._vectors, SPARE, "dot_product")
+      self._searcher = builder.score_brute_force().build()
 
   def search(
     self,
@@ -167,9 +166,7 @@ class Scann:
     if k < 1 or not len(queries) or not len(self._rows):
       return self._exact.search(queries, k, allowed)
     queries = np.asarray(queries, np.float32)
-    found, near = self._searcher.search_batched_parallel(
-      queries, final_num_neighbors=min(k + SPARE, len(self._rows))
-    )
+    found, near = self._near(queries, min(k + SPARE, len(self._rows)))
     # ScaNN's own last bits depend on who else is asked; these do not: each
     # query is a product of its own.
     scores = np.matmul(self._vectors[found], queries[:, :, None])[..., 0]
@@ -178,6 +175,24 @@ class Scann:
     if allowed is not None:
       scores[~np.take_along_axis(allowed, rows, 1)] = -np.inf
     return self._best(queries, scores, rows, k, allowed)
+
+  def _near(self, queries, number):
+    """The rows that ScaNN finds, and their scores: [Q, number]."""
+    if not self._tree:
+      return self._searcher.search_batched_parallel(
+        queries, final_num_neighbors=number
+      )
+    # Few queries choose their leaves by another rule than many, and parallel
+    # calls divide them by the cores that there are: hence blocks of one size.
+    parts = []
+    for start in range(0, len(queries), BLOCK):
+      block = np.zeros((BLOCK, queries.shape[1]), np.float32)
+      block[: len(queries) - start] = queries[start : start + BLOCK]
+      parts.append(
+        self._searcher.search_batched(block, final_num_neighbors=number)
+      )
+    found, near = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return found[: len(queries)], near[: len(queries)]
 
   def _best(self, queries, found, rows, k, allowed):
     """Picks the k best of what was found; asks the exact index for the rest."""
@@ -195,6 +210,38 @@ class Scann:
         queries[short], k, None if allowed is None else allowed[short]
       )
     return scores, indices
+
+
+def grow(vectors: Float[np.ndarray, "S E"], folder: str | Path) -> None:
+  """Grows a tree for ScaNN over vectors, and writes it to a new folder.
+
+  k-means leaves with anisotropic hashes. ScaNN's training does not repeat
+  itself, not even in one process: a tree is grown once and kept, so that what
+  is found follows from the files alone.
+
+  Args:
+    vectors: float32, all of an index.
+    folder: that is not there yet; it may move.
+
+  Raises:
+    ValueError: ScaNN is not installed.
+  """
+  check("scann")
+  from scann.scann_ops.py import scann_ops_pybind
+
+  leaves = round(math.sqrt(len(vectors)))
+  builder = scann_ops_pybind.builder(
+    np.asarray(vectors, np.float32), SPARE, "dot_product"
+  )
+  builder.tree(
+    leaves, max(1, round(leaves * SEARCHED)), training_sample_size=TRAINED
+  )
+  builder.score_ah(
+    2, anisotropic_quantization_threshold=0.2, training_sample_size=TRAINED
+  )
+  builder.reorder(REORDERED)
+  Path(folder).mkdir()
+  builder.build().serialize(str(folder), relative_path=True)
 
 
 def top_k(

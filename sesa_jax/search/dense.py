@@ -14,6 +14,7 @@ from sesa_jax.search import base, stored
 from sesa_jax.types import Encoder, Passage
 
 _BLOCK = 1024  # passages that are embedded at a time
+_TREE = "scann"  # folder of the tree
 
 
 class Dense:
@@ -24,6 +25,7 @@ class Dense:
     vectors: float32 [N, E], a unit row a passage.
     encoder: that made them.
     neighbours: one of `retrieval.index.KINDS`.
+    tree: of `retrieval.index.grow`; "" is none.
 
   Raises:
     ValueError: the vectors are not the encoder's, or `neighbours` is unknown.
@@ -35,6 +37,7 @@ class Dense:
     vectors: np.ndarray,
     encoder: Encoder,
     neighbours: str,
+    tree: str | Path = "",
   ):
     if vectors.shape != (len(passages), encoder.dim):
       raise ValueError(
@@ -44,7 +47,7 @@ class Dense:
       )
     self._passages, self._encoder = passages, encoder
     everything = np.ones(len(passages), bool)
-    self._index = index_lib.build(vectors, everything, neighbours)
+    self._index = index_lib.build(vectors, everything, neighbours, tree)
 
   def search(self, queries: Sequence[str], k: int) -> list[base.Found]:
     """See `types.SearchEngine`; scores are cosines."""
@@ -72,7 +75,8 @@ def load(folder: str | Path, encoder: Encoder, neighbours: str) -> Dense:
   folder = Path(folder)
   try:
     vectors = np.load(folder / "vectors.npy", mmap_mode="r")
-    return Dense(stored.Passages(folder), vectors, encoder, neighbours)
+    tree = folder / _TREE if (folder / _TREE).exists() else ""
+    return Dense(stored.Passages(folder), vectors, encoder, neighbours, tree)
   except FileNotFoundError as error:
     raise ValueError(
       f"The index {folder} lacks {Path(error.filename).name}. Build it again."
@@ -82,7 +86,8 @@ def load(folder: str | Path, encoder: Encoder, neighbours: str) -> Dense:
 def build(folder: Path, encoder: Encoder) -> None:
   """Embeds the passages of a folder into `vectors.npy`, float32 [N, E].
 
-  A passage's text is Search-R1's `contents`, title and all.
+  A passage's text is Search-R1's `contents`, title and all. Many vectors get
+  a tree of ScaNN, where it is installed.
   """
   passages = stored.Passages(folder)
   vectors = np.lib.format.open_memmap(
@@ -94,3 +99,5 @@ def build(folder: Path, encoder: Encoder) -> None:
     texts = [corpus.contents(passages[i]) for i in range(start, stop)]
     vectors[start:stop] = encoder.encode(texts, "passage")
   vectors.flush()
+  if len(vectors) >= index_lib.TREE_FROM and index_lib.has_scann():
+    index_lib.grow(vectors, folder / _TREE)

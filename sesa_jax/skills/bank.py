@@ -208,7 +208,7 @@ def admit(
     if near and np.float32(score) > np.float32(threshold):
       retired = bank.records[row].state == "retired"
       reason = "retired" if retired else "similar"
-    elif len(bank.skills) == bank.capacity and not _evictable(bank):
+    elif len(bank.skills) - len(_evictable(bank)) >= bank.capacity:
       reason = "full"
     if reason:
       events.append(

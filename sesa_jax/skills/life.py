@@ -185,6 +185,7 @@ def _origin(row: _Row, events, failures) -> Iterator[rich.text.Text]:
   if row["source_question"]:
     yield _field("born from", row["source_question"])
   born = {(e.get("question"), e.get("asked_at")) for e in came}
+  born |= {(id, number) for e in came for number, id in e.get("others", ())}
   for failure in failures:
     if (failure["question_id"], failure["iteration"]) in born:
       right = " | ".join(failure["targets"])

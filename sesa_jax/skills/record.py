@@ -13,6 +13,7 @@ from sesa_jax.data import lines
 from sesa_jax.types import Skill
 
 STATES = ("active", "retired", "evicted")
+# Beside them a distiller's MODULE:NAME.
 ORIGINS = ("seed", "offline", "chat", "solver", "mined", "authored")
 FIELDS = ("description", "trigger", "evidence", "avoidance", "templates")
 
@@ -217,11 +218,15 @@ def check_row(row: Any, where: str) -> None:
       raise ValueError(
         f"{where}, key {key!r}: {value!r} is not of type {name}."
       )
+  for key in ("created_at", "retrieved", "helpful", "harmful"):
+    if not 0 <= row.get(key, 0) < 2**31:  # nor NaN, which JSON may hold
+      raise ValueError(f"{where}, key {key!r}: {row[key]!r} is no count.")
   for key in ("id", "description", "trigger"):
     if not row[key].strip():
       raise ValueError(f"{where}, key {key!r}: empty.")
   for key, choices in (("origin", ORIGINS), ("state", STATES)):
-    if row.get(key, choices[0]) not in choices:
+    value = row.get(key, choices[0])
+    if value not in choices and not (key == "origin" and ":" in value):
       raise ValueError(
-        f"{where}, key {key!r}: {row[key]!r} is none of {', '.join(choices)}."
+        f"{where}, key {key!r}: {value!r} is none of {', '.join(choices)}."
       )

@@ -9,7 +9,7 @@ from typing import Any
 from absl import logging
 
 from sesa_jax.judge import leaks
-from sesa_jax.language import Language
+from sesa_jax.language import Language, as_targets
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.types import (
   Case,
@@ -85,7 +85,7 @@ def enqueue(
 
 def from_json(row: Mapping[str, Any]) -> FailureRecord:
   """Reads a record that went through JSON."""
-  tuples = ("targets", "other_predictions", "skill_ids")
+  tuples = ("other_predictions", "skill_ids")
 
   def passages(rows):
     return tuple(Passage(**passage) for passage in rows)
@@ -93,6 +93,7 @@ def from_json(row: Mapping[str, Any]) -> FailureRecord:
   return FailureRecord(
     **dict(row)
     | {name: tuple(row[name]) for name in tuples}
+    | {"targets": as_targets(row["targets"])}
     | {"passages": passages(row["passages"])}
     | {
       "right": tuple(
@@ -228,7 +229,7 @@ def land(
     if isinstance(skill, DistillFailure):
       rows.append(_row(iteration, case, "failed", skill.reason))
       if skill.outage:
-        lost.update(map(_key, case.records))
+        lost.update(case.records)
       continue
     # Set here: the rule that a skill is not shown for a question that it was
     # born from must not hang on what a distiller remembers.
@@ -258,15 +259,10 @@ def land(
     outcome = {"admit": "admitted", "reject": "rejected"}[event["event"]]
     row = _row(iteration, case, outcome, event.get("reason", ""), skill)
     rows.append(row | event)
-  used = {_key(record) for case in cases for record in case.records} - lost
-  queue = tuple(record for record in queue if _key(record) not in used)
+  used = {record for case in cases for record in case.records} - lost
+  queue = tuple(record for record in queue if record not in used)
   metrics = _metrics(rows, pending=len(queue), lost=len(lost))
   return bank, queue, Report(metrics, rows)
-
-
-def _key(record: FailureRecord) -> tuple[int, str]:
-  """Question ids are unique within an iteration only."""
-  return record.iteration, record.question_id
 
 
 def _row(
@@ -276,7 +272,8 @@ def _row(
   reason: str,
   skill: Skill | None = None,
 ) -> dict:
-  first, *others = case.records
+  first, *more = case.records
+  others = [(record.iteration, record.question_id) for record in more]
   return dict(
     iteration=iteration,
     event="fail" if outcome == "failed" else "reject",
@@ -287,7 +284,7 @@ def _row(
     reason=reason,
     category=skill.category if skill else "",
     text=skill_bank.rendered(skill) if skill else "",
-    **({"others": [_key(record) for record in others]} if others else {}),
+    **({"others": others} if others else {}),
   )
 
 
