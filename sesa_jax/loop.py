@@ -25,6 +25,7 @@ from sesa_jax import (
   evaluation,
   manifest,
   metrics,
+  plots,
   prompts,
   records,
   report,
@@ -40,7 +41,6 @@ from sesa_jax.language import question_key
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.search import base
 from sesa_jax.skills import bank as skill_bank
-from sesa_jax.skills import life
 from sesa_jax.stages import (
   distillation,
   frontier,
@@ -639,7 +639,7 @@ def run(
       config, world, folder, parent, changed, before, command, start_from
     )
   if lead:
-    _plot(folder)
+    plots.plot_run(folder.path)
     report.print_report(config, folder, cells)
 
 
@@ -701,14 +701,6 @@ def _judge_name(config, tools) -> str:
   if tools.judge is None or not config.judge.verdicts:
     return "exact match"
   return f"exact match, else {tools.judge.name}"
-
-
-def _plot(folder: metrics.RunFolder) -> None:
-  """Draws the bank's size beside its null curve, where the history has it."""
-  try:
-    life.plot_run(folder.path)
-  except ValueError as error:  # begun by an older version
-    logging.warning("The skills are not plotted: %s", error)
 
 
 def _warn_of_a_collapse(rows: Sequence[Mapping[str, Any]], config) -> None:

@@ -93,9 +93,6 @@ _EPISODES = flags.DEFINE_list(
   "distill: runs' folders, their episode files or failures.jsonl, or JSONL "
   "files of another agent, divided by commas.",
 )
-_PLOT = flags.DEFINE_bool(
-  "plot", False, "skills: draw the run's curves into its folder."
-)
 _TARGET = flags.DEFINE_string(
   "target", "here", "plan: v5e:4x4, v5p:2x2x1, v6e:4x4, ..., a100:8 or here."
 )
@@ -146,6 +143,13 @@ def show() -> None:
   )
 
 
+def plot() -> None:
+  """Draws a run's curves into its folder."""
+  from sesa_jax import plots
+
+  plots.main(_need(_WORKDIR.value, "workdir"))
+
+
 def export() -> None:
   """Writes a policy of a run's newest checkpoint for other tools to open."""
   from sesa_jax import state
@@ -160,7 +164,7 @@ def export() -> None:
 
 
 def skills() -> None:
-  """Looks into a bank of skills, compares, merges, converts or plots."""
+  """Looks into a bank of skills, compares, merges or converts."""
   from sesa_jax.skills import life
 
   encoder = threshold = None
@@ -177,7 +181,6 @@ def skills() -> None:
     other=_OTHER.value,
     merge=_MERGE.value,
     out=_OUT.value,
-    plot=_PLOT.value,
     encoder=encoder,
     threshold=threshold,
   )
@@ -260,6 +263,7 @@ MODES: dict[str, Callable[[], int | None]] = {
   "train": train,
   "eval": evaluate,
   "show": show,
+  "plot": plot,
   "export": export,
   "plan": plan,
   "check": check,

@@ -150,7 +150,7 @@ def print_report(
     ("questions.jsonl", "every proposal, its state and its reward"),
     ("failures.jsonl", "failures at the frontier"),
     ("skills.jsonl", "the bank now; skills_history.jsonl: how it came about"),
-    ("skills.png", "active, admitted and retired skills beside noise"),
+    ("plots/", "curves: accuracy, rewards, the bank beside noise, ..."),
     ("metrics.jsonl", "one line an iteration"),
     ("eval.json", "scores and predictions"),
     ("checkpoints/", "policies, optimizers, bank, queue, pool"),

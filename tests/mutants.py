@@ -4,10 +4,10 @@
 
 A suite that stays green when an advantage changes its sign protects nothing.
 Each mutant is a patch of a copy of the tree, in a temporary folder: its text
-must stand there exactly once. The tests that should know run first; with --widen
-all fast ones run for a mutant that survives those. Exit code 1 where one does:
-NOTES.md lists them, with the reason. It runs on demand, since it takes half an
-hour; `test_mutants.py` checks with every commit that all patches apply.
+must stand there exactly once. The tests that should know run first; with
+--widen all fast ones run for a mutant that survives those. Exit code 1 where
+one does: NOTES.md lists them, with the reason. It runs on demand, since it
+takes half an hour; `test_mutants.py` checks that all patches still apply.
 
 Those of `BLIND` were chosen from the code alone, in this order, before any file
 of tests/ was opened; those of `KNOWN` are faults that RL code is known for.

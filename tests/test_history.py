@@ -385,13 +385,3 @@ def test_a_history_without_what_is_permuted_has_no_null_curve(lacking):
   with pytest.raises(ValueError, match="no rankings of iteration 1, or not"):
     history.null_curves(old, capacity=9, retire_after=3)
   history.curves(old)
-
-
-def test_the_plot_is_a_picture(tmp_path):
-  null = history.null_curves(STORY, capacity=9, retire_after=2, draws=5, last=4)
-  history.plot(history.curves(STORY, 4), null, tmp_path / "a.png")
-  history.plot(history.curves(STORY, 4), None, tmp_path / "b.png")
-  assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-  data = (tmp_path / "a.png").read_bytes()
-  assert data.startswith(b"\x89PNG")
-  assert len(data) > 10_000

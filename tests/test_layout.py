@@ -22,7 +22,7 @@ LEVELS = (
   "state",
   "report",
   "evaluation",
-  "show serve",
+  "show serve plots",
   "tools",
   "config",
   "records rollout worlds",

@@ -327,7 +327,7 @@ def test_the_run_leaves_all_its_files(scripted):
     "episodes",
     "questions.jsonl",
     "skills.jsonl",
-    "skills.png",
+    "plots",
     "skills_history.jsonl",
     "failures.jsonl",
     "eval.json",
@@ -499,7 +499,7 @@ def test_start_from_continues_another_run(unkilled, tmp_path):
   assert {e["iteration"] for e in events if e["event"] == "inherit"} == {2}
   bank = (folder / "skills.jsonl").read_text().splitlines()
   assert history.at(events) == [json.loads(row) for row in bank]
-  assert (folder / "skills.png").exists()
+  assert (folder / "plots/bank.png").exists()
   again = command("never", folder, f"--start_from={unkilled[0]}@2")
   assert again.returncode == 0, again.stderr
   assert content(folder) == found

@@ -87,8 +87,8 @@ def test_a_replay_of_a_run_as_it_was_is_the_run(controlled):
   }
 
 
-def test_each_run_ends_with_its_plot(controlled, tmp_path):
-  picture = controlled.path / "skills.png"
+def test_each_run_ends_with_its_plots(controlled):
+  picture = controlled.path / "plots/bank.png"
   assert picture.read_bytes().startswith(b"\x89PNG")
   picture.unlink()
   with driver.playing_the_script():  # resumed, with nothing left to do
@@ -96,14 +96,6 @@ def test_each_run_ends_with_its_plot(controlled, tmp_path):
       tiny_config(**SCRIPTED | CONTROL, iterations=3), str(controlled.path)
     )
   assert picture.exists()
-
-
-def test_a_history_that_has_no_null_curve_ends_no_run(tmp_path, caplog):
-  folder = metrics.RunFolder(tmp_path)
-  event = dict(iteration=1, event="credit", skill="a", questions=["q"])
-  folder.append("skills_history.jsonl", [event])
-  loop._plot(folder)  # nor does one without a config
-  assert not (tmp_path / "skills.png").exists()
 
 
 # --- attempts without skills -------------------------------------------------

@@ -1,4 +1,4 @@
-"""`--mode=skills`: look into a bank, compare, merge, convert, plot."""
+"""`--mode=skills`: look into a bank, compare, merge, convert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import rich.console
 from sesa_jax import metrics, types
 from sesa_jax.retrieval.encoder import HashEncoder
 from sesa_jax.skills import bank as skill_bank
-from sesa_jax.skills import compare, history, life, record
+from sesa_jax.skills import compare, life, record
 
 ROOT = Path(__file__).parents[1]
 SEEDS = ROOT / "sesa_jax" / "skills" / "seeds.jsonl"
@@ -370,52 +370,6 @@ def test_merging_by_the_command(tmp_path):
   for lacking in (dict(out="x"), dict(other="x")):
     with pytest.raises(ValueError, match="give all three"):
       said(str(SEEDS), merge=True, **lacking)
-
-
-# --- the plot --------------------------------------------------------------
-
-
-def test_a_run_is_plotted_into_its_folder(run):
-  text = said(str(run), plot=True)
-  assert "skills.png" in text
-  assert (run / "skills.png").read_bytes().startswith(b"\x89PNG")
-  with pytest.raises(ValueError, match="needs the history of a run"):
-    said(str(SEEDS), plot=True)
-
-
-def test_what_is_plotted(run, monkeypatch):
-  plotted = []
-  monkeypatch.setattr(history, "plot", lambda *args: plotted.append(args))
-  assert life.plot_run(run) == run / "skills.png"
-  ((own, null, path),) = plotted
-  assert path == run / "skills.png"
-  assert own.active.tolist() == [1, 2, 2, 1, 1]  # the last without an event
-  assert own.retired.tolist() == [0, 0, 0, 1, 1]
-  # Both questions failed: whatever is permuted, the skill is retired.
-  assert (null.active == own.active).all()
-  assert len(null.active) == 100
-
-
-def test_a_run_without_rankings_is_plotted_alone(tmp_path, monkeypatch):
-  folder = metrics.RunFolder(tmp_path / "run")
-  fields = record.row_of(record.Record(skill("a")), 0, 0, 0)
-  prime = dict(iteration=0, event="prime", skill="a", fields=fields)
-  folder.append("skills_history.jsonl", [prime])
-  folder.write_json("config.json", {"bank": {}})
-  plotted = []
-  monkeypatch.setattr(history, "plot", lambda *args: plotted.append(args))
-  life.plot_run(folder.path)
-  assert plotted[0][0].active.tolist() == [1]
-  assert plotted[0][1] is None
-
-
-def test_runs_without_skills_or_config(tmp_path):
-  folder = metrics.RunFolder(tmp_path / "run")
-  assert life.plot_run(folder.path) is None
-  prime = dict(iteration=0, event="prime", skill="a", fields={})
-  folder.append("skills_history.jsonl", [prime])
-  with pytest.raises(ValueError, match=r"no config\.json"):
-    life.plot_run(folder.path)
 
 
 # --- the command line ------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -332,38 +331,3 @@ def _evict(bank, net, immune, capacity, spare) -> Int[np.ndarray, " N"]:
     bank.active[n, worst] = False
     evicted[n] = len(worst)
   return evicted
-
-
-def plot(run: Curves, null: Curves | None, path: str | Path) -> None:
-  """Draws a run's curves beside the null curve's mean and 90 % of its draws.
-
-  Args:
-    run: curves of the run.
-    null: of the replays, for the same iterations; None draws the run alone.
-    path: of the PNG.
-  """
-  # Here, since it takes a second: nothing else of the package draws.
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(7, 6), layout="constrained")
-  above, below = figure.subplots(2, 1, sharex=True)
-  for axes, name, colour in (
-    (above, "active", "tab:blue"),
-    (below, "retired", "tab:red"),
-  ):
-    if null is not None:
-      draws = getattr(null, name)
-      low, high = np.percentile(draws, (5, 95), axis=0)
-      axes.fill_between(null.iterations, low, high, color="0.85")
-      axes.plot(
-        null.iterations, draws.mean(0), "--", color="0.5", label=f"{name}, null"
-      )
-    axes.plot(run.iterations, getattr(run, name), color=colour, label=name)
-  below.plot(run.iterations, run.admitted, color="tab:green", label="admitted")
-  above.set_ylabel("skills")
-  below.set_ylabel("skills, summed up")
-  below.set_xlabel("iteration")
-  for axes in (above, below):
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="upper left", frameon=False)
-  figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""What `--mode=skills` does: look into a bank, compare, merge, convert, plot.
+"""What `--mode=skills` does: look into a bank, compare, merge, convert.
 
 A bank is a JSONL file, the folder of a run, or a folder of SKILL.md folders.
 """
@@ -16,7 +16,6 @@ import rich.markup
 import rich.rule
 import rich.table
 import rich.text
-from absl import logging
 
 from sesa_jax import metrics
 from sesa_jax.skills import compare, history, markdown
@@ -24,7 +23,6 @@ from sesa_jax.skills.credit import Effect
 from sesa_jax.skills.record import read_rows, skill_of
 from sesa_jax.types import Encoder
 
-PLOT = "skills.png"
 _LABELS = {
   "category": "category",
   "description": "what",
@@ -241,49 +239,6 @@ def _field(name: str, value: str) -> rich.text.Text:
   return rich.text.Text.assemble((f"{name}: ", "bold"), value)
 
 
-# --- the plot --------------------------------------------------------------
-
-
-def plot_run(workdir: str | Path) -> Path | None:
-  """Plots a run's active, admitted and retired skills beside the null curve.
-
-  Args:
-    workdir: the run's folder; its config says what the replay needs.
-
-  Returns:
-    The path of the PNG in that folder; None where the run has no skills.
-
-  Raises:
-    ValueError: the history or the config is missing or of an older version.
-  """
-  folder = metrics.RunFolder(workdir, writes=False)
-  events = folder.read("skills_history.jsonl")
-  config = folder.read_json("config.json", {})
-  if not events:
-    return None
-  if "bank" not in config:
-    raise ValueError(f"{workdir} has no config.json of a run; nothing to plot.")
-  last = max(
-    (row["iteration"] for row in folder.read("metrics.jsonl")), default=0
-  )
-  path = folder.path / PLOT
-  null = None
-  if any(event["event"] == "rank" for event in events):
-    null = history.null_curves(
-      events,
-      capacity=config["bank"]["capacity"],
-      retire_after=config["bank"]["retire_after"],
-      last=last,
-    )
-  else:
-    logging.warning(
-      "%s holds no rankings of skills, so that there is no null curve to plot.",
-      workdir,
-    )
-  history.plot(history.curves(events, last), null, path)
-  return path
-
-
 # --- the mode --------------------------------------------------------------
 
 
@@ -296,7 +251,6 @@ def main(
   other: str | None = None,
   merge: bool = False,
   out: str | None = None,
-  plot: bool = False,
   encoder: Encoder | None = None,
   threshold: float | None = None,
   console: rich.console.Console | None = None,
@@ -312,7 +266,6 @@ def main(
     merge: put the other into the bank, to `out`.
     out: what to write: a file that ends in .jsonl, or a folder for SKILL.md
       folders of the active skills.
-    plot: draw the curves of the run, too.
     encoder: finds restatements in a merge.
     threshold: of the encoder.
     console: where to; standard output by default.
@@ -332,11 +285,6 @@ def main(
   source = open_bank(place, iteration)
   console = console or rich.console.Console()
   rows = source.rows
-  if plot:
-    if source.folder is None:
-      raise ValueError(f"--plot needs the history of a run; {place} has none.")
-    made = plot_run(source.folder)
-    console.print(f"Plotted: {made or 'nothing, the run has no skills'}")
   if merge:
     rows, told = compare.merge(rows, open_bank(other).rows, encoder, threshold)
     console.print(compare.table(told, f"what became of those of {other}"))
@@ -349,7 +297,7 @@ def main(
     )
   elif skill:
     console.print(story(source, skill))
-  elif not out and not plot:
+  elif not out:
     effects = history.effects(source.history)
     console.print(table(rows, effects, f"Skills of {place}"))
   if out:
