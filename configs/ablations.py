@@ -7,7 +7,7 @@ in `qwen3_4b.py`; docs/presets.md says which. Each costs what that one does.
 Published means over seven sets, by a judge's verdicts: 56.2 in full, 54.7
 without priming, 54.0 without frontier shaping, 53.5 without distillation. The
 differences are of one to three points, near one sigma of one run: a claim
-needs several seeds. `no_bell`, `no_gate` and `placebo` are ours.
+needs several seeds. The other variants are ours, the last one a control.
 """
 
 from ml_collections import ConfigDict
@@ -22,6 +22,7 @@ VARIANTS = (
   "no_bell",
   "no_gate",
   "placebo",
+  "permuted_rewards",
 )
 
 

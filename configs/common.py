@@ -42,6 +42,8 @@ PRESETS = {
   "no_gate": {"frontier.gate": "any_failure"},
   # Skills of the same bank that are far from the question.
   "placebo": {"bank.arm": "placebo"},
+  # Rewards are paid to whom they may: what learns from this learns nothing.
+  "permuted_rewards": {"frontier.permuted": True},
   "shared_weights": {"policy.shared": True},
   # SSP as its paper has it, and as its code does.
   "ssp_paper": _SSP
@@ -212,6 +214,7 @@ def get_config() -> ConfigDict:
         gate="frontier",  # or "any_failure", "off"
         min_right=1,
         min_wrong=1,
+        permuted=False,  # rewards, over the iteration's episodes: a control
       ),
       verifier=dict(
         answerer="judge",  # or "solver", the paper's formula
@@ -328,6 +331,8 @@ def get_config() -> ConfigDict:
         every=10,  # iterations; 0 is off. Before and after are always run
         sets={},  # name -> `question_set`
         banks=("none", "final"),
+        other="none",  # what fills the bank of mode "other", as `bank.prime`
+        temperature=0.0,  # greedy, SSP
         turns=10,  # SSP
         confidence=0.95,
       ),

@@ -36,7 +36,7 @@ ROLES = ("challenger", "solver")
 ANSWERERS = ("judge", "solver")
 DISTILLERS = ("chat", "solver", "offline")
 SEED_SOURCES = ("titles", "jsonl", "list")
-BANKS = ("none", "final", "placebo", "scrambled")
+BANKS = ("none", "final", "placebo", "scrambled", "other")
 ARMS = ("skills", "placebo", "scrambled")
 DTYPES = ("float32", "bfloat16")
 ATTENTIONS = ("auto", *attention.KINDS)
@@ -225,6 +225,11 @@ def check_values(config: Any) -> None:
       f"eval.banks = {tuple(config.eval.banks)!r}: name each mode once, and at "
       f"least one. Choices: {', '.join(BANKS)}."
     )
+  if "other" in config.eval.banks and not priming.read(config.eval.other):
+    raise ValueError(
+      "eval.banks names 'other', and eval.other is 'none': name the skills to "
+      "fill that bank with, for example eval.other='mined:RUN/skills.jsonl'."
+    )
   skill_bank.check_fields(config.bank.fields)
   validity.check_refill(config.pool.refill)
   for name in ROLES:
@@ -369,7 +374,7 @@ def engine_sizes(config: Any) -> dict[str, Any]:
 
 # Least and greatest value of every number, both allowed. None: no bound.
 _ROLE = {
-  "temperature": (1e-3, 100),  # training samples; evaluation is greedy
+  "temperature": (1e-3, 100),  # training samples
   "turns": (1, None),
   "turn_tokens": (1, None),
   "episode_tokens": (2, None),
@@ -386,7 +391,7 @@ _ROLE = {
 }
 _RANGES = {
   "seed": (0, 2**32 - 1),
-  "iterations": (1, None),
+  "iterations": (0, None),
   "questions": (1, None),
   "lost_limit": (0, 1),
   **{f"{role}.{name}": _ROLE[name] for role in ROLES for name in _ROLE},
@@ -470,6 +475,7 @@ _RANGES = {
   "budget.searches": (0, None),
   "budget.cost": (0, None),
   "eval.every": (0, None),
+  "eval.temperature": (0, 100),
   "eval.turns": (1, None),
   "eval.confidence": (0.01, 0.9999),
   "alarms.entropy_least": (0, None),

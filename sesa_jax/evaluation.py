@@ -1,8 +1,8 @@
 """Questions x policy x bank: scores, intervals, predictions, a table.
 
-Greedy, one attempt a question. A bank mode says what is in the prompt:
-`none` is the policy alone, `final` is the bank as it stands, `placebo` and
-`scrambled` are blocks of it that should not help (`skills.arms`).
+One attempt a question. A bank mode says what is in the prompt: `none` is the
+policy alone, `final` is the bank as it stands, `placebo` and `scrambled` are
+blocks of it that should not help (`skills.arms`), `other` is another bank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sesa_jax import types
 from sesa_jax.judge import scoring
 from sesa_jax.skills import arms
 from sesa_jax.skills import bank as skill_bank
-from sesa_jax.stages import selfplay
+from sesa_jax.stages import priming, selfplay
 
 PROVES = 385  # questions that bring a 95 % interval near 50 % to +-5 points
 
@@ -78,9 +78,13 @@ def evaluate(
     began = time.perf_counter()
     shown, blocks, missed = {}, {}, 0
     if mode != "none":
-      arm = "skills" if mode == "final" else mode
       shown, blocks, missed = show_skills(
-        bank, everything, tools, config, arm=arm, iteration=iteration
+        _other_bank(tools, config) if mode == "other" else bank,
+        everything,
+        tools,
+        config,
+        arm=mode if mode in ("placebo", "scrambled") else "skills",
+        iteration=iteration,
       )
     attempts, _ = selfplay.solve(
       weights,
@@ -90,7 +94,7 @@ def evaluate(
       tools,
       iteration=iteration,
       attempts=1,
-      sampling=types.Sampling(temperature=0.0),
+      sampling=types.Sampling(config.eval.temperature),
       limits=limits,
       arm=f"eval/{mode}",
     )
@@ -98,7 +102,12 @@ def evaluate(
     for name, questions in sets.items():
       ids = {question.id for question in questions}
       cells.append(
-        dict(iteration=iteration, set=name, bank=mode)
+        dict(
+          iteration=iteration,
+          set=name,
+          bank=mode,
+          temperature=config.eval.temperature,
+        )
         | score(
           [a for a in attempts if a.question.id in ids],
           tools.language,
@@ -108,6 +117,11 @@ def evaluate(
         | ({"placebo_missed": missed} if mode == "placebo" else {})
       )
   return cells
+
+
+def _other_bank(tools: types.Tools, config: Any) -> skill_bank.SkillBank:
+  empty = skill_bank.create(config.bank.capacity, tools.encoder.dim)
+  return priming.prime(empty, config.eval.other, tools.encoder)[0]
 
 
 def show_skills(
@@ -208,6 +222,8 @@ def score(
         prediction=a.prediction,
         verdict=a.verdict,
         finish=a.episode.finish,
+        searches=sum(t.action == "search" for t in a.episode.turns),
+        found=_saw_answer(a, language),
         skill_ids=a.skill_ids,
       )
       for a in attempts
@@ -215,12 +231,22 @@ def score(
   )
 
 
+def _saw_answer(attempt: types.Attempt, language: Any) -> bool:
+  """Says whether a target was mentioned in a passage that it saw."""
+  return any(
+    language.mentions_any(f"{p.title}\n{p.text}", attempt.question.targets)
+    for p in attempt.episode.passages
+  )
+
+
 def table(cells: Sequence[Mapping[str, Any]]) -> rich.table.Table:
   """Lays cells out: a row a set, a column a moment and bank mode."""
   columns = list(dict.fromkeys((c["iteration"], c["bank"]) for c in cells))
   last = max((c["iteration"] for c in cells), default=0)
+  hot = max((cell.get("temperature", 0.0) for cell in cells), default=0.0)
+  how = f"temperature {hot:g}" if hot else "greedy"
   out = rich.table.Table(
-    title="Evaluation: exact match (F1), greedy", box=rich.box.SIMPLE_HEAD
+    title=f"Evaluation: exact match (F1), {how}", box=rich.box.SIMPLE_HEAD
   )
   out.add_column("set")
   out.add_column("n", justify="right")

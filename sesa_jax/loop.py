@@ -343,6 +343,7 @@ def _shape(checked, attempts, tools, config, number) -> frontier.Edge:
     iteration=number,
     group_size=config.solver.group_size,
     **config.frontier,
+    seed=config.seed,
     invalid=config.challenger.invalid,
     invalid_penalty=config.challenger.invalid_penalty,
     solver_baseline=config.solver.baseline,

@@ -216,8 +216,8 @@ BLIND = (
   Mutant(
     "evaluation samples",
     "evaluation.py",
-    "types.Sampling(temperature=0.0)",
-    "types.Sampling(temperature=1.0)",
+    "types.Sampling(config.eval.temperature)",
+    "types.Sampling(config.solver.temperature)",
     "evaluation",
   ),
   Mutant(

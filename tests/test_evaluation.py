@@ -17,11 +17,12 @@ from sesa_jax.stages import priming
 from tests import scripted
 
 
-def attempt(number, prediction, verdict, searches=1):
+def attempt(number, prediction, verdict, searches=1, passage="nothing"):
   question = types.Question(
     f"q{number}", f"What is {number}?", ("seven", "7"), 1, "", "fixed"
   )
-  turn = types.Turn(2, 3, 3, "", "search", "x", (), "")
+  passages = (types.Passage("p", "A title", passage),)
+  turn = types.Turn(2, 3, 3, "", "search", "x", passages, "")
   episode = types.Episode(
     question.id,
     0,
@@ -57,10 +58,10 @@ def test_wilson_interval_by_published_values():
 
 def test_score_by_hand():
   attempts = [
-    attempt(0, "Seven", RIGHT, searches=2),
-    attempt(1, "number seven", WRONG, searches=0),
-    attempt(2, None, WRONG),
-    attempt(3, "six", WRONG),
+    attempt(0, "Seven", RIGHT, searches=2, passage="The SEVEN, or so."),
+    attempt(1, "number seven", WRONG, searches=0, passage="seven"),
+    attempt(2, None, WRONG, passage="It has 7."),
+    attempt(3, "six", WRONG, passage="seventy-77"),
   ]
   found = evaluation.score(attempts, ENGLISH, 0.95)
   assert found["n"] == 4
@@ -71,6 +72,9 @@ def test_score_by_hand():
   assert found["prompt_tokens"] == 2
   assert [p["verdict"] for p in found["predictions"]] == [
     "right", "wrong", "wrong", "wrong",
+  ]  # fmt: skip
+  assert [(p["searches"], p["found"]) for p in found["predictions"]] == [
+    (2, True), (0, False), (1, True), (1, False),
   ]  # fmt: skip
 
 
@@ -98,14 +102,13 @@ class NoTools:
   count_tokens = types.Tools.count_tokens
 
 
-def test_every_question_is_scored_and_twice_the_same():
-  """10 questions are 10 rows, whatever the engine batches; and greedy."""
+def answering_seven(seen):
+  """A scripted policy, and the weights that it needs to be called."""
   from sesa_jax import prompts
   from sesa_jax.environment import SearchQA
 
   words = tokenizer.tiny()
   backbone = tiny_backbone()
-  seen = []
 
   def script(request, attempt, turn):
     seen.append(request)
@@ -131,6 +134,13 @@ def test_every_question_is_scored_and_twice_the_same():
   )
   tools.render = lambda prompt: prompts.render(words, prompt)
   tools.on_episode = lambda episode: None
+  return tools, model.init(backbone, scripted.jax.random.key(0))
+
+
+def test_every_question_is_scored_and_twice_the_same():
+  """10 questions are 10 rows, whatever the engine batches; and greedy."""
+  seen = []
+  tools, weights = answering_seven(seen)
   bank, _ = priming.prime(skill_bank.create(20, 32), "seeds15", tools.encoder)
   sets = {
     "seven": [attempt(i, None, WRONG).question for i in range(7)],
@@ -139,7 +149,6 @@ def test_every_question_is_scored_and_twice_the_same():
       for i in range(7, 10)
     ],
   }
-  weights = model.init(backbone, scripted.jax.random.key(0))
   first, second = (
     evaluation.evaluate(
       weights, bank, sets, tools, tiny.get_config(), iteration=3
@@ -154,6 +163,7 @@ def test_every_question_is_scored_and_twice_the_same():
     ("six", "final"): (3, 0.0),
   }
   assert all(r.sampling.temperature == 0.0 for r in seen)
+  assert {cell["temperature"] for cell in first} == {0.0}
   off = [p["skill_ids"] for p in by["seven", "none"]["predictions"]]
   on = [p["skill_ids"] for p in by["seven", "final"]["predictions"]]
   assert not any(off)
@@ -164,6 +174,27 @@ def test_every_question_is_scored_and_twice_the_same():
     a.pop("seconds/question")
     b.pop("seconds/question")
     assert a == b
+
+
+def test_another_bank_and_another_temperature():
+  seen = []
+  tools, weights = answering_seven(seen)
+  own, _ = priming.prime(skill_bank.create(200, 32), "seeds15", tools.encoder)
+  config = tiny.get_config().copy_and_resolve_references().unlock()
+  config.eval.banks = ("final", "other")
+  config.eval.other = "authored157"
+  config.eval.temperature = 0.5
+  sets = {"seven": [attempt(i, None, WRONG).question for i in range(3)]}
+  cells = evaluation.evaluate(weights, own, sets, tools, config, iteration=3)
+  assert [cell["bank"] for cell in cells] == ["final", "other"]
+  assert {r.sampling.temperature for r in seen} == {0.5}
+  assert "temperature 0.5" in text_of(evaluation.table(cells))
+  known = {record.skill.id for record in own.records}
+  shown = [
+    {id for p in cell["predictions"] for id in p["skill_ids"]} for cell in cells
+  ]
+  assert shown[0] <= known
+  assert shown[1] - known
 
 
 def text_of(thing):

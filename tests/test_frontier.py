@@ -380,3 +380,37 @@ def test_passages_are_cut_to_a_budget_of_tokens(tokens, texts):
 def test_both_stages_name_the_same_states():
   assert frontier.VALID in validity.STATES
   assert frontier.UNVERIFIED in validity.STATES
+
+
+# --- the control --------------------------------------------------------------
+
+
+def test_permuted_rewards_are_as_many_and_say_nothing():
+  """What is recorded is what was earned; who learns from it is drawn by key."""
+  tries = played()[:15]  # three questions, all of them judged
+  proposals = [*(proposal(name) for name in "abc"), proposal("e", "evidence")]
+  plain = shape(proposals, tries)
+  earned = np.array([a.verdict is RIGHT for a in tries], float)
+  pairs, orders = [], set()
+  for iteration in range(1, 301):
+    edge = shape(proposals, tries, permuted=True, seed=7, iteration=iteration)
+    again = shape(proposals, tries, permuted=True, seed=7, iteration=iteration)
+    found = np.array([x.advantage for x in edge.attempts])
+    assert [x.advantage for x in again.attempts] == found.tolist()
+    assert [x.episode for x in edge.attempts] == [
+      x.episode for x in plain.attempts
+    ]
+    orders.add(tuple(found))
+    pairs.append([found @ earned, *(x.advantage for x in edge.proposals)])
+    assert edge.rewards == plain.rewards
+    assert edge.outcomes == plain.outcomes
+    assert edge.report.metrics["solver/reward/mean"] == 6 / 15
+    posed = sorted(x.advantage for x in edge.proposals)
+    assert posed == pytest.approx(sorted(x.advantage for x in plain.proposals))
+  assert len(orders) > 250
+  other = shape(proposals, tries, permuted=True, seed=8, iteration=300)
+  assert [x.advantage for x in other.attempts] != found.tolist()
+  mean, error = np.mean(pairs, 0), np.std(pairs, 0) / 300**0.5
+  assert (abs(mean) < 3.5 * error).all(), (mean, error)
+  kept = np.array([x.advantage for x in plain.attempts])
+  assert kept @ earned > 1.5  # as earned the same sum is far from 0

@@ -1010,6 +1010,20 @@ def test_a_run_that_was_lengthened_equals_a_straight_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_of_no_iteration_evaluates_what_it_begins_with(tmp_path):
+  small = SCRIPTED | {"eval.banks": ("none",)}
+  with driver.playing_the_script():
+    loop.run(tiny_config(iterations=0, **small), str(tmp_path))
+    folder = metrics.RunFolder(tmp_path)
+    (first,) = folder.read_json("eval.json", [])
+    assert first["iteration"] == 0
+    assert not folder.read("metrics.jsonl")
+    loop.run(tiny_config(iterations=1, **small), str(tmp_path))
+  assert len(folder.read("metrics.jsonl")) == 1
+  again, last = folder.read_json("eval.json", [])
+  assert (again, last["iteration"]) == (first, 1)
+
+
 def test_a_run_can_be_lengthened_and_keeps_its_manifests(tmp_path):
   folder = tmp_path / "run"
   with driver.playing_the_script():

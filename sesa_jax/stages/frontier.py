@@ -385,6 +385,8 @@ def shape(
   contrast: bool = False,
   solver_scaled: bool = True,
   challenger_scaled: bool = True,
+  permuted: bool = False,
+  seed: int = 0,
 ) -> Edge:
   """Turns outcomes into lessons for both policies, and records for the bank.
 
@@ -415,6 +417,10 @@ def shape(
     contrast: see `record`.
     solver_scaled: see `grpo.advantages`.
     challenger_scaled: see `grpo.advantages`.
+    permuted: a control. Advantages come of rewards that are permuted over the
+      iteration's episodes of each policy: as many are paid, for nothing.
+      Outcomes, records and `Edge.rewards` are those that were earned.
+    seed: of the run; with the iteration the key of the permutations.
 
   Raises:
     ValueError: an unknown choice.
@@ -427,6 +433,9 @@ def shape(
   solver_rewards = np.array(
     [a.verdict is types.Verdict.RIGHT for a in played], float
   )
+  rng = np.random.default_rng([seed, iteration])
+  dealt = rng.permutation if permuted else lambda rewards: rewards
+  solver_rewards = dealt(solver_rewards)
   solved = _lessons(
     [a.episode for a in played],
     solver_rewards,
@@ -448,7 +457,7 @@ def shape(
   kept = [
     (p, r) for p, r in zip(proposals, rewards, strict=True) if r is not None
   ]
-  challenger_rewards = np.array([r for _, r in kept], float)
+  challenger_rewards = dealt(np.array([r for _, r in kept], float))
   posed = _lessons(
     [p.episode for p, _ in kept],
     challenger_rewards,
