@@ -1,0 +1,424 @@
+"""The microworld's study: arms by world seeds, resumable, and its report.
+
+    python -m benchmarks.microworld --seeds=100,101,102 --work=runs/microworld
+    python -m benchmarks.microworld --report > docs/microworld_tables.md
+
+A cell is an arm in the world of a seed. It is a run of the main job, and
+evaluations of its last checkpoint, greedy and at temperature 1, with every bank
+that the arm has. A finished cell is one JSON file in `benchmarks/microworld/`,
+to be committed; its run stays in --work. A second start skips finished cells
+and resumes the one that was cut off. Each step is a process of its own, and its
+CPU-seconds are recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sesa_jax import metrics, plots
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/microworld"
+CONFIG = "configs/microworld.py"
+GENERATOR = ROOT / "sesa_jax/data/microworld.py"
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+BANKS = ("none", "final", "placebo", "scrambled")
+# The warm start knows one layout of prompts: an arm must not change it.
+_SSP = ("--config.policy.template=native",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """One way to train, or what is only evaluated."""
+
+  about: str
+  variant: str = "sesa"
+  flags: tuple[str, ...] = ()
+  banks: tuple[str, ...] = BANKS
+  kind: str = "train"  # or "start", "matched", "other"
+  needs: tuple[str, ...] = ()  # arms whose cell of the same seed comes before
+
+
+ARMS = {
+  "start": Arm("the warm start, before any training", kind="start"),
+  "sesa": Arm("the method"),
+  "ssp": Arm("self-play without skills", "ssp_paper", _SSP, ("none",)),
+  "ssp_matched": Arm(
+    "SSP for as many sampled tokens as SESA",
+    "ssp_paper",
+    _SSP,
+    ("none",),
+    kind="matched",
+    needs=("sesa", "ssp"),
+  ),
+  "permuted": Arm("rewards permuted over the episodes", "permuted_rewards"),
+  "no_priming": Arm("begins with an empty bank", "no_priming"),
+  "no_frontier": Arm("SSP's reward, no gate", "no_frontier"),
+  "no_distillation": Arm("nothing is admitted", "no_distillation"),
+  "placebo": Arm("trained on skills that should not help", "placebo"),
+  **{
+    f"invalid_{how}": Arm(
+      f"invalid proposals: {how}", flags=(f"--config.challenger.invalid={how}",)
+    )
+    for how in ("mask", "zero", "penalty")
+  },
+  "other_bank": Arm(
+    "SESA's policy with the bank of another world",
+    banks=("other",),
+    kind="other",
+    needs=("sesa",),
+  ),
+}
+
+
+def launch(words: Sequence[str]) -> float:
+  """Runs the main job; returns the CPU-seconds of it and its children.
+
+  Raises:
+    RuntimeError: it ended with another exit code than 0.
+  """
+
+  def spent() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+  before = spent()
+  command = [sys.executable, "-m", "sesa_jax.main", *words]
+  done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+  if done.returncode:
+    raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}.")
+  return spent() - before
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+  """Makes cells.
+
+  Args:
+    config: path of the config file.
+    work: folder of the runs.
+    results: folder of the finished cells.
+    flags: of every command, after the arm's.
+    seeds: worlds; another world of one is the next in the list.
+    launch: runs the main job with such words.
+  """
+
+  config: str
+  work: Path
+  results: Path
+  flags: tuple[str, ...]
+  seeds: tuple[int, ...]
+  launch: Callable[[Sequence[str]], float] = launch
+
+  def result(self, name: str, seed: int) -> Path:
+    """The file of a finished cell."""
+    return self.results / f"{name}-{seed}.json"
+
+  def folder(self, name: str, seed: int) -> Path:
+    """The folder of a cell's runs."""
+    return self.work / f"{name}-{seed}"
+
+  def make(self, name: str, seed: int) -> bool:
+    """Makes a cell, and says whether there was anything to do.
+
+    Raises:
+      ValueError: a cell that this one needs is not finished.
+      RuntimeError: a step failed; the next start tries it again.
+    """
+    arm, place = ARMS[name], self.result(name, seed)
+    if place.exists():
+      return False
+    for needed in arm.needs:
+      if not self.result(needed, seed).exists():
+        raise ValueError(f"{name} needs {needed} of seed {seed} first.")
+    self.folder(name, seed).mkdir(parents=True, exist_ok=True)
+    run = getattr(self, f"_{arm.kind}")(name, seed)
+    cell = describe(run, self.folder(name, seed), seed)
+    cell |= dict(arm=name, seed=seed)
+    self.results.mkdir(parents=True, exist_ok=True)
+    metrics.RunFolder(self.results).write_json(place.name, cell)
+    return True
+
+  # --- kinds of cells: each returns the folder of its run ---
+
+  def _train(self, name: str, seed: int) -> Path:
+    run = self.folder(name, seed) / "run"
+    self._step(name, seed, "train", ())
+    self._evaluate(name, seed, run)
+    return run
+
+  def _start(self, name: str, seed: int) -> Path:
+    for how, temperature in TEMPERATURES.items():
+      run = self.folder(name, seed) / how
+      flags = ("--config.iterations=0", *_evaluating(temperature, BANKS))
+      self._step(name, seed, how, flags, run=run)
+      cells = json.loads((run / "eval.json").read_text())
+      _keep(self.folder(name, seed), how, cells)
+    return run
+
+  def _matched(self, name: str, seed: int) -> Path:
+    """Trains on, a few iterations at a time, until as much was sampled."""
+    run = self.folder(name, seed) / "run"
+    wanted = json.loads(self.result("sesa", seed).read_text())["sampled_tokens"]
+    last = json.loads(self.result("ssp", seed).read_text())
+    pace = last["sampled_tokens"] / last["iterations"]
+    while (made := sampled_tokens(run)) < wanted:
+      done = len(metrics.RunFolder(run, writes=False).read("metrics.jsonl"))
+      # A little less, so that it ends near what is wanted, not far above.
+      more = max(1, math.floor(0.95 * (wanted - made) / pace))
+      self._step(
+        name,
+        seed,
+        f"train to {done + more}",
+        (f"--config.iterations={done + more}",),
+      )
+    self._evaluate(name, seed, run)
+    return run
+
+  def _other(self, name: str, seed: int) -> Path:
+    """Evaluates SESA's run of this world with the bank of the next one."""
+    run = self.folder("sesa", seed) / "run"
+    other = self.seeds[(self.seeds.index(seed) + 1) % len(self.seeds)]
+    bank = self.folder("sesa", other) / "run/skills.jsonl"
+    if other == seed or not bank.exists() or not run.exists():
+      raise ValueError(
+        f"{name} of seed {seed} needs the runs of sesa of this seed and of "
+        f"another one in {self.work}: name two seeds or more."
+      )
+    flags = (f"--config.eval.other=mined:{bank}",)
+    self._evaluate(name, seed, run, flags, variant_of="sesa")
+    return run
+
+  # --- steps ---
+
+  def _evaluate(self, name, seed, run, flags=(), variant_of="") -> None:
+    arm = ARMS[name]
+    for how, temperature in TEMPERATURES.items():
+      place = self.folder(name, seed) / f"{how}.json"
+      if place.exists():
+        continue
+      self._step(
+        name,
+        seed,
+        how,
+        ("--mode=eval", *_evaluating(temperature, arm.banks), *flags),
+        run=run,
+        variant_of=variant_of,
+      )
+      (newest,) = run.glob(f"eval_{last_iteration(run):05d}.json")
+      _keep(place.parent, how, json.loads(newest.read_text())["cells"])
+
+  def _step(self, name, seed, step, flags, run=None, variant_of="") -> None:
+    """Runs a command once, and notes what it took."""
+    folder = self.folder(name, seed)
+    notes = metrics.RunFolder(folder)
+    taken = notes.read_json("steps.json", {})
+    if step in taken:
+      return
+    arm = ARMS[variant_of or name]
+    taken[step] = self.launch(
+      [
+        f"--config={self.config}:{arm.variant}",
+        f"--workdir={run or folder / 'run'}",
+        f"--config.seed={seed}",
+        *self.flags,
+        *arm.flags,
+        *flags,
+      ]
+    )
+    notes.write_json("steps.json", taken)
+
+
+def _evaluating(temperature: float, banks: Sequence[str]) -> tuple[str, ...]:
+  named = ", ".join(map(repr, banks))
+  return (
+    f"--config.eval.temperature={temperature}",
+    f"--config.eval.banks=({named},)",
+  )
+
+
+def _keep(folder: Path, how: str, cells: Sequence[Mapping[str, Any]]) -> None:
+  metrics.RunFolder(folder).write_json(f"{how}.json", list(cells))
+
+
+# --- what a cell holds -----------------------------------------------------
+
+
+def last_iteration(run: Path) -> int:
+  """Iterations that a run has finished."""
+  return len(metrics.RunFolder(run, writes=False).read("metrics.jsonl"))
+
+
+def sampled_tokens(run: Path) -> int:
+  """Ids that a run's policies have sampled in training, probes aside."""
+  rows = metrics.RunFolder(run, writes=False).read("metrics.jsonl")
+  names = [f"{r}/engine/tokens/sampled" for r in ("challenger", "solver")]
+  return int(sum(row.get(name, 0) for row in rows for name in names))
+
+
+def describe(run: Path, folder: Path, seed: int) -> dict[str, Any]:
+  """Returns what is kept of a cell.
+
+  Args:
+    run: the folder of its run.
+    folder: with its evaluations and what its steps took.
+    seed: of the world.
+  """
+  reader = metrics.RunFolder(run, writes=False)
+  manifest = reader.read_json("manifest.json", {})
+  own = metrics.RunFolder(folder, writes=False)
+  evaluations = {how: own.read_json(f"{how}.json", []) for how in TEMPERATURES}
+  questions = _questions(evaluations["greedy"])
+  return {
+    "commit": manifest["commit"],
+    "dirty": manifest["dirty"],
+    "config": manifest["config"],
+    "hashes": manifest["hashes"],
+    "generator": _generator(),
+    "cpu_seconds": own.read_json("steps.json", {}),
+    "iterations": last_iteration(run),
+    "sampled_tokens": sampled_tokens(run),
+    "questions": questions,
+    **kinds(questions, seed),
+    "evaluations": {
+      how: _packed(cells, questions) for how, cells in evaluations.items()
+    },
+    "curve": [
+      {name: cell[name] for name in ("iteration", "set", "bank", "n", "em")}
+      for cell in reader.read_json("eval.json", [])
+    ],
+    "panels": _plain(plots.panels(reader)),
+  }
+
+
+def _generator() -> str | None:
+  if not GENERATOR.exists():
+    return None
+  return hashlib.sha256(GENERATOR.read_bytes()).hexdigest()
+
+
+def _questions(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Texts of all questions, in one order whatever the arm."""
+  return sorted({p["question"] for cell in cells for p in cell["predictions"]})
+
+
+def kinds(questions: Sequence[str], seed: int) -> dict[str, str]:
+  """Says of each question whether its trap was taught (t) or held out (h).
+
+  And how many hops it takes. Questions of other worlds have "-" and 1.
+  """
+  if not GENERATOR.exists():
+    return {"traps": "-" * len(questions), "hops": "1" * len(questions)}
+  from sesa_jax.data import microworld
+
+  taught, held_out = map(set, microworld.split(seed))
+  begins = {
+    way.partition("{")[0]: hops
+    for hops, relations in microworld.ASKED.items()
+    for ways in relations.values()
+    for way in ways
+  }
+  traps, counts = [], []
+  for question in questions:
+    words = set(question.replace("?", "").split())
+    traps.append("t" if words & taught else "h" if words & held_out else "-")
+    # The longest that fits: "Which town holds the firm of" is one of three.
+    fits = [way for way in begins if question.startswith(way)]
+    counts.append(begins[max(fits, key=len)] if fits else 1)
+  return {"traps": "".join(traps), "hops": _digits(counts)}
+
+
+def _packed(
+  cells: Sequence[Mapping[str, Any]], questions: Sequence[str]
+) -> dict[str, dict[str, str]]:
+  """Of each bank what became of each question, a character a question."""
+  found: dict[str, dict[str, Any]] = {}
+  for cell in cells:
+    known = found.setdefault(cell["bank"], {})
+    known |= {p["question"]: p for p in cell["predictions"]}
+  packed = {}
+  for bank, known in found.items():
+    rows = [known[question] for question in questions]
+    packed[bank] = {
+      "answered": _digits(row["prediction"] is not None for row in rows),
+      "searches": _digits(min(9, row["searches"]) for row in rows),
+      "found": _digits(row["found"] for row in rows),
+      "right": _digits(row["verdict"] == "right" for row in rows),
+    }
+  return packed
+
+
+def _digits(values) -> str:
+  return "".join(str(int(value)) for value in values)
+
+
+def _plain(panels: Mapping[str, plots.Panel]) -> dict[str, Any]:
+  """Panels as JSON, of four digits."""
+
+  def values(array):
+    return [None if x != x else float(f"{x:.4g}") for x in array.tolist()]
+
+  found = {}
+  for name, panel in panels.items():
+    found[name] = {
+      curve.label: [values(curve.x), values(curve.y)] for curve in panel.curves
+    }
+    if panel.heat:
+      found[name] = [values(column) for column in panel.heat.share.T]
+  return found
+
+
+# --- the command -----------------------------------------------------------
+
+
+def order(arms: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
+  """Returns the cells, each after those that it needs."""
+  last = [name for name in arms if ARMS[name].kind == "other"]
+  first = [name for name in arms if name not in last]
+  return [(name, seed) for of in (first, last) for name in of for seed in seeds]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Makes the cells that are missing, or prints the report."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--config", default=CONFIG)
+  parser.add_argument("--seeds", default="100,101,102,103,104")
+  parser.add_argument("--arms", default=",".join(ARMS))
+  parser.add_argument("--work", default="runs/microworld")
+  parser.add_argument("--results", default=str(RESULTS))
+  parser.add_argument("--report", action="store_true", help="print the tables")
+  flags, others = parser.parse_known_args(argv)
+  if flags.report:
+    from benchmarks import microworld_report
+
+    print(microworld_report.report(Path(flags.results)))
+    return
+  unknown = [name for name in flags.arms.split(",") if name not in ARMS]
+  if unknown or any(not flag.startswith("--config.") for flag in others):
+    parser.error(f"unknown: {unknown or others}; arms are {', '.join(ARMS)}")
+  sweep = Sweep(
+    config=flags.config,
+    work=Path(flags.work).absolute(),
+    results=Path(flags.results).absolute(),
+    flags=tuple(others),
+    seeds=tuple(map(int, flags.seeds.split(","))),
+  )
+  for name, seed in order(flags.arms.split(","), sweep.seeds):
+    made = sweep.make(name, seed)
+    print(f"{name} {seed}: {'made' if made else 'was there'}", flush=True)
+
+
+if __name__ == "__main__":
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  main()

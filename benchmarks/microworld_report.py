@@ -1,0 +1,392 @@
+"""The tables of the microworld's study, from its finished cells alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import paired
+
+Cell = Mapping[str, Any]
+Cells = Mapping[tuple[str, int], Cell]  # by arm and seed
+
+# What an arm is evaluated with where its own bank is meant.
+_OWN = ("final", "none")
+_HOW = ("sampled", "greedy")
+_WORDS = {"sampled": "T = 1", "greedy": "greedy"}
+TRAPS = {"all": "", "taught": "t", "held out": "h"}
+
+# Pairs whose difference says something: what it says, (arm, bank) of both.
+PAIRS = (
+  ("On - Off", ("sesa", "none"), ("sesa", "final")),
+  ("Off - SSP", ("ssp", "none"), ("sesa", "none")),
+  ("Off - SSP, same tokens", ("ssp_matched", "none"), ("sesa", "none")),
+  ("On - SSP, same tokens", ("ssp_matched", "none"), ("sesa", "final")),
+  ("On - without priming", ("no_priming", "final"), ("sesa", "final")),
+  ("On - without frontier", ("no_frontier", "final"), ("sesa", "final")),
+  (
+    "On - without distillation",
+    ("no_distillation", "final"),
+    ("sesa", "final"),
+  ),
+  ("Off - trained on placebo, Off", ("placebo", "none"), ("sesa", "none")),
+  ("final - placebo", ("sesa", "placebo"), ("sesa", "final")),
+  ("final - scrambled", ("sesa", "scrambled"), ("sesa", "final")),
+  ("final - another world's", ("other_bank", "other"), ("sesa", "final")),
+)
+
+
+def read(folder: Path) -> dict[tuple[str, int], Cell]:
+  """Reads the finished cells of a folder."""
+  cells = (json.loads(p.read_text()) for p in sorted(folder.glob("*-*.json")))
+  return {(cell["arm"], cell["seed"]): cell for cell in cells}
+
+
+def report(folder: Path) -> str:
+  """Returns the tables as markdown.
+
+  Raises:
+    ValueError: there is no finished cell.
+  """
+  cells = read(folder)
+  if not cells:
+    raise ValueError(f"{folder} has no finished cell.")
+  arms = list(dict.fromkeys(arm for arm, _ in cells))
+  trained = [arm for arm in arms if arm not in ("start", "other_bank")]
+  parts = [
+    "Intervals are 95 %, by a bootstrap over seeds and, in each, over "
+    "questions (2,000 draws, percentiles). Of 3 to 5 seeds it is too narrow: "
+    "see each seed's value beside it. Numbers are percent.",
+    _gains(cells, trained),
+    _splits(cells, trained),
+    _areas(cells, trained),
+    _pairs(cells),
+    _challenger(cells, trained),
+    _costs(cells, arms),
+  ]
+  return "\n\n".join(filter(None, parts))
+
+
+# --- numbers ---------------------------------------------------------------
+
+
+def columns(cell: Cell, how: str, bank: str) -> dict[str, np.ndarray]:
+  """Unpacks what became of each question, an array a thing."""
+  packed = cell["evaluations"][how][bank]
+  return {n: np.array(list(map(int, text))) for n, text in packed.items()}
+
+
+def chosen(cell: Cell, trap: str) -> np.ndarray:
+  """Says which questions have a trap of a kind; "" is all of them."""
+  kinds = np.array(list(cell["traps"]))
+  return np.ones(len(kinds), bool) if not trap else kinds == trap
+
+
+def own_bank(cell: Cell, how: str) -> str:
+  """The bank that an arm's policy is meant to be used with."""
+  return next(bank for bank in _OWN if bank in cell["evaluations"][how])
+
+
+def nested(cell: Cell, how: str, bank: str) -> np.ndarray:
+  """The columns of `paired.nested` of one evaluation."""
+  found = columns(cell, how, bank)
+  hops = np.array(list(map(int, cell["hops"])))
+  return paired.nested(
+    found["answered"] > 0,
+    found["searches"] >= hops,
+    found["found"] > 0,
+    found["right"] > 0,
+  )
+
+
+def joined(
+  cells: Cells,
+  before: tuple[str, str],
+  after: tuple[str, str],
+  how: str,
+  trap: str = "",
+) -> dict[int, np.ndarray]:
+  """Puts two evaluations of the same questions side by side, by seed.
+
+  Args:
+    cells: finished ones.
+    before: (arm, bank).
+    after: (arm, bank).
+    how: "greedy" or "sampled".
+    trap: of `TRAPS`.
+
+  Returns:
+    seed -> [n, 10], the columns of `paired.nested` of both, of all seeds that
+    have both; and not where questions differ.
+  """
+  found = {}
+  for arm, seed in cells:
+    if arm != after[0] or (before[0], seed) not in cells:
+      continue
+    one, two = cells[before[0], seed], cells[after[0], seed]
+    banks = [c["evaluations"][how] for c in (one, two)]
+    if before[1] not in banks[0] or after[1] not in banks[1]:
+      continue
+    if one["questions"] != two["questions"]:
+      raise ValueError(
+        f"{before[0]} and {arm} of seed {seed} have other questions: the world "
+        "has changed between them. Make one of them anew."
+      )
+    keep = chosen(one, trap)
+    sides = (nested(one, how, before[1]), nested(two, how, after[1]))
+    if keep.any():
+      found[seed] = np.concatenate(sides, axis=1)[keep]
+  return found
+
+
+def accuracy(tables: Mapping[int, np.ndarray], **draws) -> paired.Interval:
+  """The gain of `joined` columns."""
+  picked = [table[:, [4, 9]] for table in tables.values()]
+  return paired.bootstrap(picked, paired.difference, **draws)
+
+
+def accuracy_of_answered(
+  tables: Mapping[int, np.ndarray], **draws
+) -> paired.Interval:
+  """The gain among well-formed answers."""
+  # A right answer is a well-formed one.
+  picked = [table[:, [0, 4, 5, 9]] for table in tables.values()]
+  return paired.bootstrap(picked, paired.ratio_difference, **draws)
+
+
+# --- tables ----------------------------------------------------------------
+
+
+def _table(
+  title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+  """Lays rows out as markdown; a table without rows is left out."""
+  if not rows:
+    return ""
+  lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+  lines.insert(1, "|" + "---|" * len(head))
+  return f"### {title}\n\n" + "\n".join(lines)
+
+
+def _points(value: float) -> str:
+  return "-" if math.isnan(value) else f"{100 * value:.1f}"
+
+
+def _interval(found: paired.Interval) -> str:
+  value, low, high = (100 * x for x in found)
+  return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def _by_seed(tables: Mapping[int, np.ndarray]) -> str:
+  less = (t[:, 9].mean() - t[:, 4].mean() for _, t in sorted(tables.items()))
+  return " ".join(f"{100 * x:+.0f}" for x in less)
+
+
+def _gains(cells: Cells, arms: Sequence[str]) -> str:
+  rows = []
+  for arm in arms:
+    for how in _HOW:
+      banks = dict.fromkeys(
+        bank
+        for (name, _), cell in cells.items()
+        if name == arm
+        for bank in ("none", own_bank(cell, how))
+      )
+      for bank in banks:
+        tables = joined(cells, ("start", bank), (arm, bank), how)
+        if not tables:
+          continue
+        means = np.mean([table.mean(0) for table in tables.values()], axis=0)
+        rows.append(
+          [
+            arm,
+            bank,
+            _WORDS[how],
+            f"{_points(means[4])} to {_points(means[9])}",
+            _interval(accuracy(tables)),
+            _interval(accuracy_of_answered(tables)),
+            _by_seed(tables),
+          ]
+        )
+  return _table(
+    "What training gains, on held-out questions",
+    (
+      "arm",
+      "bank",
+      "sampling",
+      "accuracy",
+      "gain",
+      "gain among well-formed answers",
+      "by seed",
+    ),
+    rows,
+  )
+
+
+def _splits(cells: Cells, arms: Sequence[str]) -> str:
+  rows = []
+  for arm in arms:
+    tables = joined(cells, ("start", "none"), (arm, "none"), "sampled")
+    if not tables:
+      continue
+    row = [arm]
+    for i in range(len(paired.SHARES)):
+      found = paired.bootstrap(
+        list(tables.values()), lambda means, i=i: paired.split(means)[..., i]
+      )
+      row.append(_interval(found))
+    rows.append(row)
+  return _table(
+    "The gain without skills at T = 1, split",
+    ("arm", *paired.SHARES),
+    rows,
+  )
+
+
+def curve(cell: Cell, bank: str) -> tuple[list[int], list[float]]:
+  """Accuracy over training, all sets together, as the run evaluated it."""
+  found: dict[int, list[tuple[int, float]]] = {}
+  for point in cell["curve"]:
+    if point["bank"] == bank and point["em"] is not None:
+      at = found.setdefault(point["iteration"], [])
+      at.append((point["n"], point["em"]))
+  values = [
+    sum(n * em for n, em in at) / sum(n for n, _ in at)
+    for _, at in sorted(found.items())
+  ]
+  return sorted(found), values
+
+
+def _areas(cells: Cells, arms: Sequence[str]) -> str:
+  areas: dict[str, dict[int, float]] = {}
+  for (arm, seed), cell in cells.items():
+    points = curve(cell, "none")
+    if arm in arms and len(points[0]) > 1:
+      areas.setdefault(arm, {})[seed] = paired.area(*points)
+  rows = []
+  for arm, known in areas.items():
+    both = sorted(known.keys() & areas.get("sesa", {}).keys())
+    less = ""
+    if both and arm != "sesa":
+      tables = [np.array([[areas["sesa"][s], known[s]]]) for s in both]
+      less = _interval(paired.bootstrap(tables, paired.difference))
+    values = " ".join(_points(known[seed]) for seed in sorted(known))
+    rows.append([arm, _points(float(np.mean([*known.values()]))), values, less])
+  return _table(
+    "Mean accuracy over training (area under the curve), without skills",
+    ("arm", "mean", "by seed", "less SESA's, over seeds alone"),
+    rows,
+  )
+
+
+def _pairs(cells: Cells) -> str:
+  rows = []
+  for said, before, after in PAIRS:
+    for how in _HOW:
+      found = {
+        name: joined(cells, before, after, how, trap)
+        for name, trap in TRAPS.items()
+      }
+      if not found["all"]:
+        continue
+      rows.append(
+        [
+          said,
+          _WORDS[how],
+          *(_interval(accuracy(t)) if t else "-" for t in found.values()),
+          _by_seed(found["all"]),
+        ]
+      )
+  return _table(
+    "Paired differences at the end of training",
+    ("difference", "sampling", *TRAPS, "by seed"),
+    rows,
+  )
+
+
+def _series(cell: Cell, panel: str, label: str) -> tuple[float, float]:
+  """Means of the first and of the last third of a curve; NaN without one."""
+  _, values = cell["panels"].get(panel, {}).get(label, ([], []))
+  third = math.ceil(len(values) / 3)
+  if not values:
+    return math.nan, math.nan
+  return float(np.mean(values[:third])), float(np.mean(values[-third:]))
+
+
+def frontier_share(cell: Cell) -> tuple[float, float]:
+  """Share of posed questions with 0 < p < 1, first and last third of a run."""
+  known = [c for c in cell["panels"].get("success", ()) if c[0] is not None]
+  shares = [1 - column[0] - column[-1] for column in known]
+  third = math.ceil(len(shares) / 3)
+  if not shares:
+    return math.nan, math.nan
+  return float(np.mean(shares[:third])), float(np.mean(shares[-third:]))
+
+
+def _challenger(cells: Cells, arms: Sequence[str]) -> str:
+  rows = []
+  for arm in arms:
+    mine = [cell for (name, _), cell in cells.items() if name == arm]
+    valid, entropy, frontier = (
+      np.mean([measure(cell) for cell in mine], axis=0) for measure in _MEASURES
+    )
+    rows.append(
+      [
+        arm,
+        f"{_points(valid[0])} to {_points(valid[1])}",
+        f"{entropy[0]:.2f} to {entropy[1]:.2f}",
+        f"{_points(frontier[0])} to {_points(frontier[1])}",
+      ]
+    )
+  return _table(
+    "The challenger, mean of the first and of the last third of the iterations",
+    ("arm", "valid proposals", "entropy, nats", "questions with 0 < p < 1"),
+    rows,
+  )
+
+
+_MEASURES: tuple[Callable[[Cell], tuple[float, float]], ...] = (
+  lambda cell: _series(cell, "valid_rate", "valid"),
+  lambda cell: _series(cell, "entropy", "challenger"),
+  frontier_share,
+)
+
+
+def _costs(cells: Cells, arms: Sequence[str]) -> str:
+  rows = []
+  for arm in arms:
+    mine = {s: cell for (name, s), cell in cells.items() if name == arm}
+    spent = [sum(cell["cpu_seconds"].values()) for cell in mine.values()]
+    iterations = {cell["iterations"] for cell in mine.values()}
+    commits = {
+      f"{(cell['commit'] or '?')[:8]}{'+' if cell['dirty'] else ''}"
+      for cell in mine.values()
+    }
+    tokens = np.mean([cell["sampled_tokens"] for cell in mine.values()])
+    rows.append(
+      [
+        arm,
+        ", ".join(map(str, sorted(mine))),
+        " ".join(map(str, sorted(iterations))),
+        f"{tokens:,.0f}",
+        f"{np.mean(spent):,.0f}",
+        " ".join(sorted(commits)),
+      ]
+    )
+  return _table(
+    "What it cost, a run (+: the tree had changes)",
+    (
+      "arm",
+      "seeds",
+      "iterations",
+      "sampled tokens",
+      "CPU-seconds, evaluations included",
+      "commit",
+    ),
+    rows,
+  )

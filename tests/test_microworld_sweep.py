@@ -1,0 +1,359 @@
+"""The microworld's sweep and report, on runs that a stand-in writes."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks import microworld as sweep_lib
+from benchmarks import microworld_report as report_lib
+from benchmarks import paired
+from sesa_jax import metrics
+
+QUESTIONS = [f"Who made thing {i}?" for i in range(8)]
+# Iterations of a run, and ids that each of them samples.
+ITERATIONS, TOKENS = 4, {"sesa": 100, "ssp_paper": 30}
+
+
+class MainJob:
+  """Writes what the main job would leave, and notes how it was called."""
+
+  def __init__(self):
+    self.called, self.fails = [], False
+
+  def __call__(self, words):
+    flags = dict(word.lstrip("-").split("=", 1) for word in words)
+    self.called.append(flags)
+    if self.fails:
+      raise RuntimeError("cut off")
+    folder = metrics.RunFolder(flags["workdir"])
+    variant = flags["config"].split(":")[1]
+    folder.write_json(
+      "manifest.json",
+      dict(
+        commit="0123456789",
+        dirty=False,
+        config=dict(name="micro", sha256="c"),
+        hashes={"corpus": "d"},
+      ),
+    )
+    folder.write_json("config.json", {"solver": {"group_size": 2}})
+    iterations = int(flags.get("config.iterations", ITERATIONS))
+    banks = eval(flags.get("config.eval.banks", "('none', 'final')"))
+    hot = float(flags.get("config.eval.temperature", 0))
+    done = folder.read("metrics.jsonl")
+    if flags.get("mode") == "eval":
+      cells = [self.cell(len(done), bank, hot) for bank in banks]
+      name = f"eval_{len(done):05d}.json"
+      folder.write_json(name, dict(eval={}, cells=cells))
+      return 2.0
+    tokens = TOKENS.get(variant, 50)
+    rows = [
+      {
+        "iteration": i,
+        "challenger/valid_rate": i / 8,
+        "challenger/entropy/mean": 2.0,
+        "challenger/engine/tokens/sampled": tokens // 2,
+        "solver/engine/tokens/sampled": tokens - tokens // 2,
+      }
+      for i in range(len(done) + 1, iterations + 1)
+    ]
+    folder.append("metrics.jsonl", rows)
+    folder.append("questions.jsonl", [dict(iteration=1, success=0.5)])
+    steps = (0, iterations) if iterations else (0,)
+    cells = [self.cell(i, bank, hot) for i in steps for bank in banks]
+    folder.write_json("eval.json", cells)
+    return 10.0
+
+  def cell(self, iteration, bank, temperature):
+    """Half of the questions right, and with iterations one more each."""
+    right = 2 + iteration + (bank == "final")
+    predictions = [
+      dict(
+        question=question,
+        prediction="x" if i < 7 else None,
+        verdict="right" if i < right else "wrong",
+        searches=i,
+        found=i > 0,
+      )
+      for i, question in enumerate(QUESTIONS)
+    ]
+    return dict(
+      iteration=iteration,
+      set="s",
+      bank=bank,
+      n=8,
+      em=right / 8,
+      em_interval=[0, 1],
+      temperature=temperature,
+      predictions=predictions,
+    )
+
+
+@pytest.fixture
+def job():
+  return MainJob()
+
+
+@pytest.fixture
+def sweep(tmp_path, job):
+  return sweep_lib.Sweep(
+    config="c.py",
+    work=tmp_path / "work",
+    results=tmp_path / "results",
+    flags=("--config.questions=3",),
+    seeds=(7, 8),
+    launch=job,
+  )
+
+
+def made(sweep, name, seed):
+  return json.loads(sweep.result(name, seed).read_text())
+
+
+def test_a_cell_is_a_run_and_two_evaluations(sweep, job):
+  assert sweep.make("invalid_mask", 7)
+  train, greedy, sampled = job.called
+  assert train["config"] == greedy["config"] == "c.py:sesa"
+  assert train["workdir"] == sampled["workdir"]
+  assert "mode" not in train
+  for flags in job.called:
+    assert flags["config.seed"] == "7"
+    assert flags["config.questions"] == "3"
+    assert flags["config.challenger.invalid"] == "mask"
+  assert [f["mode"] for f in (greedy, sampled)] == ["eval"] * 2
+  hot = [float(f["config.eval.temperature"]) for f in (greedy, sampled)]
+  assert hot == [0.0, 1.0]
+  assert eval(greedy["config.eval.banks"]) == sweep_lib.BANKS
+  cell = made(sweep, "invalid_mask", 7)
+  assert (cell["arm"], cell["seed"]) == ("invalid_mask", 7)
+  assert cell["commit"] == "0123456789"
+  assert cell["config"]["sha256"] == "c"
+  assert cell["iterations"] == 4
+  assert cell["cpu_seconds"] == {"train": 10, "greedy": 2, "sampled": 2}
+  assert cell["questions"] == QUESTIONS
+  assert set(cell["evaluations"]["greedy"]) == set(sweep_lib.BANKS)
+  assert cell["evaluations"]["sampled"]["none"] == {
+    "answered": "11111110",
+    "searches": "01234567",
+    "found": "01111111",
+    "right": "11111100",
+  }
+  assert cell["evaluations"]["greedy"]["final"]["right"] == "11111110"
+  assert cell["panels"]["valid_rate"]["valid"] == [
+    [1, 2, 3, 4],
+    [0.125, 0.25, 0.375, 0.5],
+  ]
+  assert cell["panels"]["success"] == [[0, 1, 0]]
+
+
+def test_a_second_start_does_only_what_is_left(sweep, job):
+  real, times = job.cell, []
+
+  def cut_off(*args):
+    times.append(args)
+    if len(times) == 5:  # in the second evaluation
+      raise RuntimeError("cut off")
+    return real(*args)
+
+  job.cell = cut_off
+  job.fails = True
+  with pytest.raises(RuntimeError):
+    sweep.make("sesa", 7)
+  assert not sweep.result("sesa", 7).exists()
+  job.fails = False
+  with pytest.raises(RuntimeError):
+    sweep.make("sesa", 7)
+  assert not sweep.result("sesa", 7).exists()
+  job.cell = real
+  calls = len(job.called)
+  assert sweep.make("sesa", 7)
+  assert all(f["mode"] == "eval" for f in job.called[calls:])
+  calls = len(job.called)
+  assert not sweep.make("sesa", 7)
+  assert len(job.called) == calls
+
+
+def test_the_start_is_evaluated_without_training(sweep, job):
+  sweep.make("start", 7)
+  assert [f["config.iterations"] for f in job.called] == ["0", "0"]
+  assert len({f["workdir"] for f in job.called}) == 2
+  cell = made(sweep, "start", 7)
+  assert cell["iterations"] == cell["sampled_tokens"] == 0
+  assert cell["evaluations"]["greedy"]["none"]["right"] == "11000000"
+
+
+def test_the_matched_run_samples_as_much(sweep, job):
+  with pytest.raises(ValueError, match="needs sesa of seed 7 first"):
+    sweep.make("ssp_matched", 7)
+  for name in ("sesa", "ssp", "ssp_matched"):
+    sweep.make(name, 7)
+  wanted = made(sweep, "sesa", 7)["sampled_tokens"]
+  cell = made(sweep, "ssp_matched", 7)
+  assert wanted == 400
+  assert wanted <= cell["sampled_tokens"] < wanted + TOKENS["ssp_paper"]
+  assert made(sweep, "ssp", 7)["sampled_tokens"] == 120
+  steps = [step for step in cell["cpu_seconds"] if step.startswith("train")]
+  assert steps == ["train to 12", "train to 13", "train to 14"]
+  assert set(cell["evaluations"]["greedy"]) == {"none"}
+
+
+def test_another_worlds_bank(sweep, job):
+  sweep.make("sesa", 7)
+  with pytest.raises(ValueError, match="name two seeds"):
+    sweep.make("other_bank", 7)
+  sweep.make("sesa", 8)
+  for seed in (7, 8):
+    bank = sweep.folder("sesa", seed) / "run/skills.jsonl"
+    bank.write_text("")
+  sweep.make("other_bank", 7)
+  other = sweep.folder("sesa", 8) / "run/skills.jsonl"
+  for flags in job.called[-2:]:
+    assert flags["config.eval.other"] == f"mined:{other}"
+    assert flags["workdir"] == str(sweep.folder("sesa", 7) / "run")
+    assert flags["config"] == "c.py:sesa"
+  assert set(made(sweep, "other_bank", 7)["evaluations"]["greedy"]) == {"other"}
+
+
+def test_order_puts_what_needs_others_last():
+  cells = sweep_lib.order(tuple(sweep_lib.ARMS), (1, 2))
+  for place, (name, seed) in enumerate(cells):
+    for needed in sweep_lib.ARMS[name].needs:
+      assert (needed, seed) in cells[:place]
+  assert cells[-2:] == [("other_bank", 1), ("other_bank", 2)]
+
+
+def test_unknown_arms_and_flags(capsys):
+  for flags in (["--arms=ses"], ["--work=w", "--wrok=w"]):
+    with pytest.raises(SystemExit):
+      sweep_lib.main(flags)
+    assert "arms are start, sesa" in capsys.readouterr().err
+
+
+# --- the report --------------------------------------------------------------
+
+
+def packed(answered, searches, found, right):
+  return dict(answered=answered, searches=searches, found=found, right=right)
+
+
+def cell(arm, seed, evaluations, **more):
+  return dict(
+    arm=arm,
+    seed=seed,
+    commit="abcdef0123",
+    dirty=arm == "sesa",
+    questions=["a", "b", "c", "d"],
+    traps="tthh",
+    hops="1212",
+    evaluations={how: evaluations for how in ("greedy", "sampled")},
+    curve=[
+      dict(iteration=i, set=name, bank="none", n=n, em=em)
+      for i, name, n, em in (
+        (0, "x", 10, 0.0), (0, "y", 30, 0.4),
+        (8, "x", 10, 1.0), (8, "y", 30, 0.6),
+      )
+    ],
+    panels={
+      "valid_rate": {"valid": [[1, 2, 3], [0.2, 0.5, 0.9]]},
+      "entropy": {"challenger": [[1, 2, 3], [3.0, 2.0, 1.0]]},
+      "success": [[0.5, 0.5, 0.0], [None] * 3, [0.25, 0.25, 0.5]],
+    },
+    cpu_seconds={"train": 10.0, "greedy": 5.0},
+    iterations=3,
+    sampled_tokens=1000,
+  ) | more  # fmt: skip
+
+
+START = {
+  "none": packed("1110", "1110", "1100", "1000"),
+  "final": packed("1110", "1110", "1100", "1000"),
+}
+SESA = {
+  "none": packed("1111", "1212", "1110", "1100"),
+  "final": packed("1111", "1212", "1111", "1111"),
+  "placebo": packed("1111", "1212", "1110", "1100"),
+  "scrambled": packed("1111", "1212", "1110", "1110"),
+}
+SSP = {"none": packed("1111", "1212", "1110", "0100")}
+
+
+@pytest.fixture
+def finished(tmp_path):
+  for seed in (1, 2):
+    for arm, found in (("start", START), ("sesa", SESA), ("ssp", SSP)):
+      path = tmp_path / f"{arm}-{seed}.json"
+      path.write_text(json.dumps(cell(arm, seed, found)))
+  return tmp_path
+
+
+def rows(text, title):
+  """The rows of a table, by their first cells."""
+  body = text.split(f"### {title}")[1].split("###")[0]
+  lines = [line for line in body.splitlines() if line.startswith("|")][2:]
+  return [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+
+
+def test_report_by_hand(finished):
+  text = report_lib.report(finished)
+  gains = {tuple(row[:3]): row[3:] for row in rows(text, "What training")}
+  assert gains["sesa", "none", "greedy"][0] == "25.0 to 50.0"
+  assert gains["sesa", "none", "greedy"][1].startswith("+25.0 [")
+  # 1 of 3 answers right before, 2 of 4 after.
+  assert gains["sesa", "none", "T = 1"][2].startswith("+16.7 [")
+  assert gains["sesa", "final", "T = 1"][0] == "25.0 to 100.0"
+  assert gains["ssp", "none", "greedy"][1].startswith("+0.0 [")
+  assert gains["sesa", "final", "greedy"][3] == "+75 +75"
+  pairs = {tuple(row[:2]): row[2:] for row in rows(text, "Paired")}
+  everything, taught, held_out, seeds = pairs["On - Off", "T = 1"]
+  assert everything.startswith("+50.0 [")
+  assert taught == "+0.0 [+0.0, +0.0]"
+  assert held_out == "+100.0 [+100.0, +100.0]"
+  assert seeds == "+50 +50"
+  assert pairs["Off - SSP", "greedy"][0].startswith("+25.0 [")
+  assert pairs["final - scrambled", "greedy"][0].startswith("+25.0 [")
+  assert ("On - without priming", "greedy") not in pairs
+  areas = {row[0]: row[1:] for row in rows(text, "Mean accuracy")}
+  # (0 + 12) / 40 at first, (10 + 18) / 40 at the end.
+  assert areas["sesa"] == ["50.0", "50.0 50.0", ""]
+  assert areas["ssp"][2] == "+0.0 [+0.0, +0.0]"
+  challenger = {row[0]: row[1:] for row in rows(text, "The challenger")}
+  assert challenger["sesa"] == ["20.0 to 90.0", "3.00 to 1.00", "50.0 to 25.0"]
+  costs = {row[0]: row[1:] for row in rows(text, "What it cost")}
+  assert costs["sesa"] == ["1, 2", "3", "1,000", "15", "abcdef01+"]
+  assert costs["ssp"][-1] == "abcdef01"
+
+
+def test_the_split_of_the_report_adds_up(finished):
+  text = report_lib.report(finished)
+  (row,) = [r for r in rows(text, "The gain") if r[0] == "sesa"]
+  shares = [float(re.match(r"[+-][\d.]+", text)[0]) for text in row[1:]]
+  assert sum(shares) == pytest.approx(25, abs=0.3)
+  cells = report_lib.read(finished)
+  (table,) = [
+    t
+    for seed, t in report_lib.joined(
+      cells, ("start", "none"), ("sesa", "none"), "sampled"
+    ).items()
+    if seed == 1
+  ]
+  # Question b takes two hops: one search is not enough before.
+  assert table[:, :5].tolist() == [
+    [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0],
+  ]  # fmt: skip
+  assert table[:, 5:].sum(0).tolist() == [4, 4, 3, 2, 2]
+  found = paired.split(table.mean(0)[None])[0]
+  np.testing.assert_allclose(100 * found, shares, atol=0.06)
+
+
+def test_other_questions_are_no_pair(finished):
+  other = cell("ssp", 1, SSP, questions=["a", "b", "c", "e"])
+  (finished / "ssp-1.json").write_text(json.dumps(other))
+  with pytest.raises(ValueError, match="other questions"):
+    report_lib.report(finished)
+
+
+def test_no_cells(tmp_path):
+  with pytest.raises(ValueError, match="no finished cell"):
+    report_lib.report(tmp_path)
