@@ -333,6 +333,7 @@ def get_config() -> ConfigDict:
         banks=("none", "final"),
         other="none",  # what fills the bank of mode "other", as `bank.prime`
         temperature=0.0,  # greedy, SSP
+        episodes=0,  # of each set and bank that are kept, to be looked at
         turns=10,  # SSP
         confidence=0.95,
       ),

@@ -476,6 +476,7 @@ _RANGES = {
   "budget.cost": (0, None),
   "eval.every": (0, None),
   "eval.temperature": (0, 100),
+  "eval.episodes": (0, None),
   "eval.turns": (1, None),
   "eval.confidence": (0.01, 0.9999),
   "alarms.entropy_least": (0, None),

@@ -16,7 +16,7 @@ from typing import Any
 import rich.box
 import rich.table
 
-from sesa_jax import types
+from sesa_jax import metrics, types
 from sesa_jax.judge import scoring
 from sesa_jax.skills import arms
 from sesa_jax.skills import bank as skill_bank
@@ -116,7 +116,27 @@ def evaluate(
         | {"seconds/question": seconds}
         | ({"placebo_missed": missed} if mode == "placebo" else {})
       )
+      for row in cells[-1]["predictions"][: config.eval.episodes]:
+        row["episode"] = _episode_row(
+          next(a for a in attempts if a.question.id == row["id"]),
+          row,
+          iteration,
+          tools,
+        )
   return cells
+
+
+def _episode_row(attempt, row, iteration, tools) -> dict[str, Any]:
+  """What `--mode=show` prints, as of a training episode."""
+  names = ("question", "targets", "prediction", "verdict", "skill_ids")
+  return metrics.episode_row(
+    attempt.episode,
+    lambda ids: tools.tokenizer.decode(ids, skip_special_tokens=False),
+    iteration=iteration,
+    reward=None,
+    advantage=None,
+    **{name: row[name] for name in names},
+  )
 
 
 def _other_bank(tools: types.Tools, config: Any) -> skill_bank.SkillBank:

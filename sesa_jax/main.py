@@ -59,7 +59,7 @@ _SKILL = flags.DEFINE_string(
   "skill", None, "show: id of a skill shown. skills: tell this one's life."
 )
 _ARM = flags.DEFINE_string(
-  "arm", None, "show: challenger, solver, control, evidence."
+  "arm", None, "show: challenger, solver, control, evidence, eval."
 )
 _ITERATION = flags.DEFINE_integer(
   "iteration", None, "show: of the episodes. skills: the bank after it."

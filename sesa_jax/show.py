@@ -7,6 +7,7 @@ has an advantage. Everything else was observed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -223,16 +224,28 @@ def main(
     raise ValueError(f"limit={limit}: show at least 1 episode.")
   if not Path(workdir).is_dir():
     raise ValueError(f"--workdir={workdir}: no such folder.")
-  files = metrics.episode_files(workdir)
-  if not files:
+  files, evaluated = metrics.episode_files(workdir), _evaluated(workdir)
+  if not files and not evaluated:
     raise ValueError(
       f"{workdir} has no episodes. A run writes them at the end of each "
       "iteration to its folder `episodes`."
     )
-  rows = (row for path in files for row in metrics.read_episodes(path))
+  played = (row for path in files for row in metrics.read_episodes(path))
+  rows = itertools.chain(played, evaluated)
   found = select(rows, Filters(**filters), limit)
   console = console or rich.console.Console()
   console.print(render(found, _descriptions(Path(workdir) / "skills.jsonl")))
+
+
+def _evaluated(workdir: str | Path) -> list[_Row]:
+  """The episodes that evaluations of the run have kept, `eval.episodes`."""
+  cells = metrics.RunFolder(workdir, writes=False).read_json("eval.json", [])
+  return [
+    prediction["episode"]
+    for cell in cells
+    for prediction in cell["predictions"]
+    if "episode" in prediction
+  ]
 
 
 def _descriptions(path: Path) -> dict[str, str]:

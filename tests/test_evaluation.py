@@ -7,7 +7,7 @@ import pytest
 import rich.console
 
 from configs import tiny
-from sesa_jax import evaluation, types
+from sesa_jax import evaluation, show, types
 from sesa_jax.language import ENGLISH
 from sesa_jax.policy import model, tokenizer
 from sesa_jax.policy.backbones import tiny as tiny_backbone
@@ -184,11 +184,21 @@ def test_another_bank_and_another_temperature():
   config.eval.banks = ("final", "other")
   config.eval.other = "authored157"
   config.eval.temperature = 0.5
+  config.eval.episodes = 2
   sets = {"seven": [attempt(i, None, WRONG).question for i in range(3)]}
   cells = evaluation.evaluate(weights, own, sets, tools, config, iteration=3)
   assert [cell["bank"] for cell in cells] == ["final", "other"]
   assert {r.sampling.temperature for r in seen} == {0.5}
   assert "temperature 0.5" in text_of(evaluation.table(cells))
+  for cell in cells:
+    kept = [p.get("episode") for p in cell["predictions"]]
+    assert [row and row["question"] for row in kept] == [
+      "What is 0?", "What is 1?", None,
+    ]  # fmt: skip
+    assert {row["arm"] for row in kept[:2]} == {f"eval/{cell['bank']}"}
+    assert kept[0]["turns"][0]["text"] == "<answer>seven</answer>"
+    assert "What is 0?" in kept[0]["prompt"]
+    assert "verdict: right" in text_of(show.render(kept[:2]))
   known = {record.skill.id for record in own.records}
   shown = [
     {id for p in cell["predictions"] for id in p["skill_ids"]} for cell in cells

@@ -172,6 +172,24 @@ def test_main_prints_a_run(tmp_path):
   assert "q4" not in text
 
 
+def test_main_prints_episodes_that_evaluations_kept(tmp_path):
+  folder = metrics.RunFolder(tmp_path)
+  folder.write_json(
+    "eval.json",
+    [
+      {"predictions": [{"episode": ROWS[3]}, {"verdict": "right"}]},
+      {"predictions": []},
+    ],
+  )
+  out = io.StringIO()
+  console = rich.console.Console(file=out, width=100)
+  show.main(tmp_path, console=console)
+  folder.write_episodes(0, ROWS[:3])
+  show.main(tmp_path, arm="eval", console=console)
+  assert out.getvalue().count("eval/nq/none: q4 #4") == 2
+  assert "q1" not in out.getvalue()
+
+
 def test_main_errors(tmp_path):
   with pytest.raises(ValueError, match="no such folder"):
     show.main(tmp_path / "nothing")
