@@ -1,4 +1,5 @@
-# The two commands: `make demo` and `make test`. `make fast` is its quick part.
+# The two commands: `make demo` and `make test`. `make fast` is its quick part;
+# `make demo-learn` and `make learn` watch and check that a policy learns.
 #
 #   PYTHON           the Python 3.11 or 3.12 to use, if not the first one found
 #   WORKDIR          where the demo's run goes; the same one again resumes
@@ -11,10 +12,20 @@ PY := $(VENV)/bin/python
 SUITABLE := import sys, venv, ensurepip; \
   sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: demo test plan fast lint assets clean
+.PHONY: demo demo-learn learn test plan fast lint assets clean
 
 demo: assets
 	$(PY) -m sesa_jax.main --config=configs/smollm2_135m.py --workdir=$(WORKDIR)
+
+# Needs no assets: the world, its tokenizer and the policy are made here.
+demo-learn: export JAX_PLATFORMS = cpu
+demo-learn: $(VENV)/installed
+	$(PY) -m benchmarks.demo_learn
+
+# Does a change break learning? One run beside recorded bands.
+learn: export JAX_PLATFORMS = cpu
+learn: $(VENV)/installed
+	$(PY) -m benchmarks.learn
 
 test: export JAX_PLATFORMS = cpu
 test: assets lint $(COMPILERS)/installed

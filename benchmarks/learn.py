@@ -1,0 +1,173 @@
+"""Does the method still learn? One short run against recorded bands.
+
+    python -m benchmarks.learn                      # exit code 0: it does
+    python -m benchmarks.learn --record=0,1,2,3,4,5,6,7,8,9
+
+A run of the main job on the microworld, from a warm start that is cached, is
+measured (accuracy before and after, rewards, valid proposals, entropy, KL,
+engine against learner) and each number compared with a band. Bands are
+recorded from runs of several seeds, so that all numbers of a run as good as
+those lie inside 9 times out of 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import scipy.special
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import microworld
+from sesa_jax import metrics
+
+BANDS = microworld.ROOT / "benchmarks/learn.json"
+FALSE_ALARMS = 0.1  # runs of which some number lies outside, of good ones
+
+# Of the last third of the iterations the mean.
+_LAST = {
+  "solver/reward/mean": "solver's reward",
+  "challenger/valid_rate": "valid proposals",
+  "solver/entropy/mean": "solver's entropy",
+  "challenger/entropy/mean": "challenger's entropy",
+  "solver/kl/mean": "solver's KL",
+  "solver/logprob_gap/mean": "engine against learner",
+}
+
+Measured = Mapping[str, float]
+
+
+def measure(workdir: Path) -> dict[str, float]:
+  """Measures a finished run; what it lacks is left out."""
+  folder = metrics.RunFolder(workdir, writes=False)
+  scores: dict[int, list[float]] = {}
+  for cell in folder.read_json("eval.json", []):
+    if cell["bank"] == "none" and cell["em"] is not None:
+      scores.setdefault(cell["iteration"], []).append(cell["em"])
+  found = {}
+  if scores:
+    first, last = (np.mean(scores[f(scores)]) for f in (min, max))
+    found = {
+      "accuracy before": float(first),
+      "accuracy after": float(last),
+      "accuracy gained": float(last - first),
+    }
+  rows = folder.read("metrics.jsonl")
+  rows = rows[-math.ceil(len(rows) / 3) :] if rows else []
+  for name, label in _LAST.items():
+    values = [row[name] for row in rows if row.get(name) is not None]
+    if values:
+      found[label] = float(np.mean(values))
+  return found
+
+
+def bands(runs: Sequence[Measured]) -> dict[str, tuple[float, float]]:
+  """Returns where each number of a further run like these should lie.
+
+    mean +- t s sqrt(1 + 1/n)
+
+  with t the quantile 1 - FALSE_ALARMS / 2m of Student's distribution of n - 1
+  degrees: the prediction interval of one more normal value, with Bonferroni's
+  correction for m of them.
+
+  Args:
+    runs: at least three, of different seeds.
+
+  Raises:
+    ValueError: fewer runs.
+  """
+  n = len(runs)
+  if n < 3:
+    raise ValueError(f"Bands of {n} runs would say nothing: record 3 or more.")
+  names = [name for name in runs[0] if all(name in run for run in runs)]
+  tail = FALSE_ALARMS / (2 * len(names))
+  t = float(scipy.special.stdtrit(n - 1, 1 - tail))
+  found = {}
+  for name in names:
+    values = [run[name] for run in runs]
+    half = t * np.std(values, ddof=1) * math.sqrt(1 + 1 / n)
+    middle = float(np.mean(values))
+    found[name] = (middle - float(half), middle + float(half))
+  return found
+
+
+def outside(
+  measured: Measured, known: Mapping[str, tuple[float, float]]
+) -> list[str]:
+  """Names the numbers that lie outside their bands, or are missing."""
+  return [
+    name
+    for name, (low, high) in known.items()
+    if not low <= measured.get(name, math.nan) <= high
+  ]
+
+
+def false_alarms(runs: Sequence[Measured]) -> int:
+  """Counts the runs that would fail against bands of all the others."""
+  return sum(
+    bool(outside(run, bands([*runs[:i], *runs[i + 1 :]])))
+    for i, run in enumerate(runs)
+  )
+
+
+def table(
+  measured: Measured, known: Mapping[str, tuple[float, float]]
+) -> Table:
+  """Lays the numbers out beside their bands."""
+  out = Table("", "measured", "from", "to", "")
+  wrong = outside(measured, known)
+  for name, (low, high) in known.items():
+    value = measured.get(name, math.nan)
+    said = "outside" if name in wrong else ""
+    out.add_row(name, f"{value:.3g}", f"{low:.3g}", f"{high:.3g}", said)
+  return out
+
+
+def main(
+  argv: Sequence[str] | None = None,
+  launch: Callable[[Sequence[str]], float] = microworld.launch,
+) -> int:
+  """Runs and judges, or records; returns the exit code."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--config", default=microworld.CONFIG)
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--workdir", default="runs/learn")
+  parser.add_argument("--bands", default=str(BANDS))
+  parser.add_argument("--record", default="", help="seeds to record bands of")
+  flags, others = parser.parse_known_args(argv)
+  path, console = Path(flags.bands), Console()
+  if not flags.record and not path.exists():
+    console.print(f"{path} is missing: record bands with --record=SEEDS.")
+    return 2
+
+  def run(seed: int) -> dict[str, float]:
+    workdir = Path(flags.workdir).absolute() / str(seed)
+    words = [f"--config={flags.config}", f"--workdir={workdir}"]
+    launch([*words, f"--config.seed={seed}", *others])
+    return measure(workdir)
+
+  if flags.record:
+    seeds = list(map(int, flags.record.split(",")))
+    runs = [run(seed) for seed in seeds]
+    kept = {"seeds": seeds, "flags": others, "runs": runs, "bands": bands(runs)}
+    metrics.RunFolder(path.parent).write_json(path.name, kept)
+    if len(runs) > 3:
+      console.print(f"{false_alarms(runs)} of {len(runs)} runs fail against")
+      console.print("bands of the others.")
+    return 0
+  known = json.loads(path.read_text())["bands"]
+  measured = run(flags.seed)
+  console.print(table(measured, known))
+  wrong = outside(measured, known)
+  console.print("FAIL: " + ", ".join(wrong) if wrong else "pass")
+  return int(bool(wrong))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,187 @@
+"""Bands that say whether a run learned, and the demo of one that does."""
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import rich.console
+
+from benchmarks import demo_learn, learn
+from sesa_jax import metrics
+from tests.test_show import make_row
+
+
+def rows(scale=1.0):
+  return [
+    {
+      "iteration": i,
+      "solver/reward/mean": scale * i / 10,
+      "challenger/valid_rate": 0.5,
+      **({"solver/kl/mean": 0.25} if i < 6 else {}),
+    }
+    for i in range(1, 8)
+  ]
+
+
+def evaluated(before, after):
+  return [
+    dict(iteration=i, set=name, bank=bank, em=em)
+    for i, ems in ((0, before), (3, None), (7, after))
+    if ems
+    for (name, bank), em in zip(
+      (("a", "none"), ("b", "none"), ("a", "final")), ems, strict=True
+    )
+  ]
+
+
+def test_a_run_is_measured_by_hand(tmp_path):
+  folder = metrics.RunFolder(tmp_path)
+  folder.append("metrics.jsonl", rows())
+  folder.write_json("eval.json", evaluated((0.25, 0.75, 1.0), (0.5, 1.0, 0.0)))
+  found = learn.measure(tmp_path)
+  # The last third of 7 iterations is 5, 6 and 7.
+  assert found == pytest.approx(
+    {
+      "accuracy before": 0.5,
+      "accuracy after": 0.75,
+      "accuracy gained": 0.25,
+      "solver's reward": 0.6,
+      "valid proposals": 0.5,
+      "solver's KL": 0.25,
+    }
+  )
+  assert learn.measure(tmp_path / "absent") == {}
+
+
+def test_bands_by_hand():
+  """Of 1, 2, 3: mean 2, deviation 1, t(2, .95) = 2.91999 for one number."""
+  runs = [{"x": float(x)} for x in (1, 2, 3)]
+  half = 2.919986 * (4 / 3) ** 0.5
+  assert learn.bands(runs)["x"] == pytest.approx((2 - half, 2 + half))
+  # Of two numbers each has half of the tail: t(2, .975) = 4.302653.
+  wide = [run | {"y": 0.0} for run in runs]
+  half = 4.302653 * (4 / 3) ** 0.5
+  assert learn.bands(wide)["x"] == pytest.approx((2 - half, 2 + half))
+  assert learn.bands(wide)["y"] == (0, 0)
+  with pytest.raises(ValueError, match="3 or more"):
+    learn.bands(runs[:2])
+
+
+def test_good_runs_rarely_fail():
+  rng = np.random.default_rng(0)
+  failed = 0
+  for _ in range(300):
+    *runs, one = ({k: rng.normal() for k in "abcdefgh"} for _ in range(11))
+    failed += bool(learn.outside(one, learn.bands(runs)))
+  assert 10 < failed < 45  # a tenth of 300, or a little fewer
+  runs = [{"x": x} for x in (1.0, 1.1, 0.9, 1.05, 9.0)]
+  assert learn.false_alarms(runs) == 1
+
+
+def test_what_is_missing_or_not_a_number_is_outside():
+  known = {"x": (0.0, 1.0), "y": (0.0, 1.0), "z": (0.0, 1.0)}
+  found = learn.outside({"x": 1.0, "y": float("nan"), "w": 7.0}, known)
+  assert found == ["y", "z"]
+
+
+class Job:
+  """Leaves a run whose rewards grow with the seed."""
+
+  def __init__(self, scale):
+    self.scale, self.called = scale, []
+
+  def __call__(self, words):
+    self.called.append(words)
+    flags = dict(word.lstrip("-").split("=", 1) for word in words)
+    folder = metrics.RunFolder(flags["workdir"])
+    if not folder.read("metrics.jsonl"):
+      scale = self.scale + int(flags["config.seed"]) / 100
+      folder.append("metrics.jsonl", rows(scale))
+    return 1.0
+
+
+def test_recording_and_judging(tmp_path, capsys):
+  bands = f"--bands={tmp_path / 'bands.json'}"
+  assert learn.main([bands], Job(1)) == 2
+  assert "is missing" in capsys.readouterr().out
+  job = Job(1)
+  more = ["--record=0,1,2,3", "--config.iterations=7"]
+  where = f"--workdir={tmp_path / 'recorded'}"
+  assert learn.main([bands, where, *more], job) == 0
+  assert len(job.called) == 4
+  assert all(words[-1] == "--config.iterations=7" for words in job.called)
+  kept = json.loads((tmp_path / "bands.json").read_text())
+  assert kept["seeds"] == [0, 1, 2, 3]
+  assert kept["flags"] == ["--config.iterations=7"]
+  for scale, code, said in ((1.01, 0, "pass"), (0.5, 1, "FAIL: solver's")):
+    where = f"--workdir={tmp_path / str(scale)}"
+    assert learn.main([bands, where], Job(scale)) == code
+    assert said in capsys.readouterr().out
+
+
+# --- the demo ----------------------------------------------------------------
+
+
+def kept(number, iteration, verdict):
+  return {
+    "episode": make_row(
+      number, arm="eval/none", iteration=iteration, verdict=verdict
+    )
+  }
+
+
+def cells():
+  return [
+    dict(
+      iteration=iteration,
+      bank=bank,
+      predictions=[
+        kept(1, iteration, "right"),
+        kept(2, iteration, "right" if iteration else "wrong"),
+        {"verdict": "wrong"},
+      ],
+    )
+    for iteration in (0, 2, 4)
+    for bank in ("final", "none")
+  ]
+
+
+def test_pairs_are_of_one_question_and_what_was_learned_comes_first():
+  found = demo_learn.pairs(cells())
+  assert [[row["request_id"] for row in pair] for pair in found] == [
+    ["q2", "q2"],
+    ["q1", "q1"],
+  ]
+  assert [[row["iteration"] for row in pair] for pair in found] == [[0, 4]] * 2
+  assert demo_learn.pairs(cells()[:2]) == []
+
+
+def test_the_demo_watches_and_tells(tmp_path):
+  folder = metrics.RunFolder(tmp_path)
+  folder.append("metrics.jsonl", rows())
+  job = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+  assert demo_learn.watch(job, tmp_path, 0.05) == 3
+  assert (tmp_path / "plots/all.png").exists()
+  folder.write_json("eval.json", cells())
+  folder.write_lines("skills.jsonl", [])
+  out = io.StringIO()
+  demo_learn.tell(tmp_path, rich.console.Console(file=out, width=160))
+  text = out.getvalue()
+  assert text.index("q2 #2") < text.index("q1 #1")
+  assert "iteration 4, eval/none" in text
+  line = next(line for line in text.splitlines() if "verdict" in line)
+  assert line.index("wrong") < line.index("right")
+
+
+def test_the_newest_born_skills_are_told():
+  history = [
+    dict(event=event, skill=f"s{i}")
+    for i, event in enumerate(
+      ("prime", "admit", "credit", "admit", "reject", "admit", "retire")
+    )
+  ]
+  source = demo_learn.life.Source([], history)
+  assert demo_learn.newest(source, 2) == ["s3", "s5"]
