@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -26,16 +27,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sesa_jax import metrics, plots
+from sesa_jax import manifest, metrics, plots
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/microworld"
 CONFIG = "configs/microworld.py"
-GENERATOR = ROOT / "sesa_jax/data/microworld.py"
+GENERATOR = ("data/microworld.py", "data/warm_start.py")
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 BANKS = ("none", "final", "placebo", "scrambled")
 # The warm start knows one layout of prompts: an arm must not change it.
-_SSP = ("--config.policy.template=native",)
+_SSP = ("--config.policy.template=bare",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Sweep:
         raise ValueError(f"{name} needs {needed} of seed {seed} first.")
     self.folder(name, seed).mkdir(parents=True, exist_ok=True)
     run = getattr(self, f"_{arm.kind}")(name, seed)
-    cell = describe(run, self.folder(name, seed), seed)
+    cell = describe(run, self.folder(name, seed))
     cell |= dict(arm=name, seed=seed)
     self.results.mkdir(parents=True, exist_ok=True)
     metrics.RunFolder(self.results).write_json(place.name, cell)
@@ -267,30 +268,26 @@ def sampled_tokens(run: Path) -> int:
   return int(sum(row.get(name, 0) for row in rows for name in names))
 
 
-def describe(run: Path, folder: Path, seed: int) -> dict[str, Any]:
+def describe(run: Path, folder: Path) -> dict[str, Any]:
   """Returns what is kept of a cell.
 
   Args:
     run: the folder of its run.
     folder: with its evaluations and what its steps took.
-    seed: of the world.
   """
   reader = metrics.RunFolder(run, writes=False)
-  manifest = reader.read_json("manifest.json", {})
+  made = reader.read_json("manifest.json", {})
   own = metrics.RunFolder(folder, writes=False)
   evaluations = {how: own.read_json(f"{how}.json", []) for how in TEMPERATURES}
   questions = _questions(evaluations["greedy"])
   return {
-    "commit": manifest["commit"],
-    "dirty": manifest["dirty"],
-    "config": manifest["config"],
-    "hashes": manifest["hashes"],
+    **{name: made[name] for name in ("commit", "dirty", "config", "hashes")},
     "generator": _generator(),
     "cpu_seconds": own.read_json("steps.json", {}),
     "iterations": last_iteration(run),
     "sampled_tokens": sampled_tokens(run),
-    "questions": questions,
-    **kinds(questions, seed),
+    "questions": manifest.sha256(questions),
+    **kinds(questions),
     "evaluations": {
       how: _packed(cells, questions) for how, cells in evaluations.items()
     },
@@ -302,51 +299,39 @@ def describe(run: Path, folder: Path, seed: int) -> dict[str, Any]:
   }
 
 
-def _generator() -> str | None:
-  if not GENERATOR.exists():
-    return None
-  return hashlib.sha256(GENERATOR.read_bytes()).hexdigest()
+def _generator() -> str:
+  """The hash of what makes worlds and warm starts."""
+  paths = [ROOT / "sesa_jax" / name for name in GENERATOR]
+  found = b"".join(path.read_bytes() for path in paths if path.exists())
+  return hashlib.sha256(found).hexdigest()
 
 
-def _questions(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Texts of all questions, in one order whatever the arm."""
-  return sorted({p["question"] for cell in cells for p in cell["predictions"]})
+def _questions(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+  """(set, id) of all questions, in one order whatever the arm."""
+  return sorted({(c["set"], p["id"]) for c in cells for p in c["predictions"]})
 
 
-def kinds(questions: Sequence[str], seed: int) -> dict[str, str]:
+def kinds(questions: Sequence[tuple[str, str]]) -> dict[str, str]:
   """Says of each question whether its trap was taught (t) or held out (h).
 
-  And how many hops it takes. Questions of other worlds have "-" and 1.
+  And how many hops it takes. Both stand in the name of its set, `held_out_2`;
+  questions of others have "-" and 1.
   """
-  if not GENERATOR.exists():
-    return {"traps": "-" * len(questions), "hops": "1" * len(questions)}
-  from sesa_jax.data import microworld
-
-  taught, held_out = map(set, microworld.split(seed))
-  begins = {
-    way.partition("{")[0]: hops
-    for hops, relations in microworld.ASKED.items()
-    for ways in relations.values()
-    for way in ways
+  named = [re.fullmatch(r"(taught|held_out)_(\d)", s) for s, _ in questions]
+  return {
+    "traps": "".join(name[1][0] if name else "-" for name in named),
+    "hops": _digits(name[2] if name else 1 for name in named),
   }
-  traps, counts = [], []
-  for question in questions:
-    words = set(question.replace("?", "").split())
-    traps.append("t" if words & taught else "h" if words & held_out else "-")
-    # The longest that fits: "Which town holds the firm of" is one of three.
-    fits = [way for way in begins if question.startswith(way)]
-    counts.append(begins[max(fits, key=len)] if fits else 1)
-  return {"traps": "".join(traps), "hops": _digits(counts)}
 
 
 def _packed(
-  cells: Sequence[Mapping[str, Any]], questions: Sequence[str]
+  cells: Sequence[Mapping[str, Any]], questions: Sequence[tuple[str, str]]
 ) -> dict[str, dict[str, str]]:
   """Of each bank what became of each question, a character a question."""
-  found: dict[str, dict[str, Any]] = {}
+  found: dict[str, dict[tuple[str, str], Any]] = {}
   for cell in cells:
     known = found.setdefault(cell["bank"], {})
-    known |= {p["question"]: p for p in cell["predictions"]}
+    known |= {(cell["set"], p["id"]): p for p in cell["predictions"]}
   packed = {}
   for bank, known in found.items():
     rows = [known[question] for question in questions]

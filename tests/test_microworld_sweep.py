@@ -71,6 +71,7 @@ class MainJob:
     right = 2 + iteration + (bank == "final")
     predictions = [
       dict(
+        id=f"w/held_out_2/{i}",
         question=question,
         prediction="x" if i < 7 else None,
         verdict="right" if i < right else "wrong",
@@ -81,7 +82,7 @@ class MainJob:
     ]
     return dict(
       iteration=iteration,
-      set="s",
+      set="held_out_2",
       bank=bank,
       n=8,
       em=right / 8,
@@ -132,7 +133,7 @@ def test_a_cell_is_a_run_and_two_evaluations(sweep, job):
   assert cell["config"]["sha256"] == "c"
   assert cell["iterations"] == 4
   assert cell["cpu_seconds"] == {"train": 10, "greedy": 2, "sampled": 2}
-  assert cell["questions"] == QUESTIONS
+  assert (cell["traps"], cell["hops"]) == ("h" * 8, "2" * 8)
   assert set(cell["evaluations"]["greedy"]) == set(sweep_lib.BANKS)
   assert cell["evaluations"]["sampled"]["none"] == {
     "answered": "11111110",
@@ -216,6 +217,12 @@ def test_another_worlds_bank(sweep, job):
   assert set(made(sweep, "other_bank", 7)["evaluations"]["greedy"]) == {"other"}
 
 
+def test_kinds_of_questions():
+  sets = ("taught_1", "held_out_2", "held_out_1", "taught", "nq")
+  found = sweep_lib.kinds([(name, "id") for name in sets])
+  assert found == {"traps": "thh--", "hops": "12111"}
+
+
 def test_order_puts_what_needs_others_last():
   cells = sweep_lib.order(tuple(sweep_lib.ARMS), (1, 2))
   for place, (name, seed) in enumerate(cells):
@@ -244,7 +251,7 @@ def cell(arm, seed, evaluations, **more):
     seed=seed,
     commit="abcdef0123",
     dirty=arm == "sesa",
-    questions=["a", "b", "c", "d"],
+    questions="a hash",
     traps="tthh",
     hops="1212",
     evaluations={how: evaluations for how in ("greedy", "sampled")},
@@ -348,7 +355,7 @@ def test_the_split_of_the_report_adds_up(finished):
 
 
 def test_other_questions_are_no_pair(finished):
-  other = cell("ssp", 1, SSP, questions=["a", "b", "c", "e"])
+  other = cell("ssp", 1, SSP, questions="another")
   (finished / "ssp-1.json").write_text(json.dumps(other))
   with pytest.raises(ValueError, match="other questions"):
     report_lib.report(finished)
