@@ -141,7 +141,7 @@ def main(
   parser.add_argument("--bands", default=str(BANDS))
   parser.add_argument("--record", default="", help="seeds to record bands of")
   flags, others = parser.parse_known_args(argv)
-  path, console = Path(flags.bands), Console()
+  path, console = Path(flags.bands), Console(soft_wrap=True)
   if not flags.record and not path.exists():
     console.print(f"{path} is missing: record bands with --record=SEEDS.")
     return 2

@@ -204,7 +204,7 @@ BLIND = (
     "engine/sampling.py",
     "jax.random.fold_in(key, position)",
     "jax.random.fold_in(key, 0)",
-    "sampling",
+    "decode engine",
   ),
   Mutant(
     "placebos are the nearest skills",

@@ -189,7 +189,8 @@ def test_another_bank_and_another_temperature():
   cells = evaluation.evaluate(weights, own, sets, tools, config, iteration=3)
   assert [cell["bank"] for cell in cells] == ["final", "other"]
   assert {r.sampling.temperature for r in seen} == {0.5}
-  assert "temperature 0.5" in text_of(evaluation.table(cells))
+  said = " ".join(text_of(evaluation.table(cells)).split())
+  assert "temperature 0.5" in said
   for cell in cells:
     kept = [p.get("episode") for p in cell["predictions"]]
     assert [row and row["question"] for row in kept] == [
