@@ -99,11 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs, draws and tells; returns the exit code of the run."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--config", default=microworld.CONFIG)
+  parser.add_argument("--seed", type=int, default=0, help="of the world")
   parser.add_argument("--workdir", default="runs/demo_learn")
   parser.add_argument("--seconds", type=float, default=10.0, help="a look")
   flags, others = parser.parse_known_args(argv)
   workdir = Path(flags.workdir).absolute()
+  warm = workdir.with_name(f"{workdir.name}-warm")
+  microworld.warm_start(flags.config, flags.seed, warm, microworld.launch)
   words = [f"--config={flags.config}", f"--workdir={workdir}"]
+  words += [f"--config.seed={flags.seed}"]
   words += [f"--config.eval.episodes={8 * EPISODES}", *others]
   job = subprocess.Popen(
     [sys.executable, "-m", "sesa_jax.main", *words], cwd=microworld.ROOT

@@ -148,6 +148,8 @@ def main(
 
   def run(seed: int) -> dict[str, float]:
     workdir = Path(flags.workdir).absolute() / str(seed)
+    warm = workdir.with_name(f"warm-{seed}")
+    microworld.warm_start(flags.config, seed, warm, launch)
     words = [f"--config={flags.config}", f"--workdir={workdir}"]
     launch([*words, f"--config.seed={seed}", *others])
     return measure(workdir)

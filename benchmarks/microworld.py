@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -27,12 +26,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sesa_jax import manifest, metrics, plots
+from sesa_jax import config as config_lib
+from sesa_jax import manifest, metrics, plots, worlds
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/microworld"
 CONFIG = "configs/microworld.py"
-GENERATOR = ("data/microworld.py", "data/warm_start.py")
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 BANKS = ("none", "final", "placebo", "scrambled")
 # The warm start knows one layout of prompts: an arm must not change it.
@@ -80,6 +79,12 @@ ARMS = {
     kind="other",
     needs=("sesa",),
   ),
+  "right_bank": Arm(
+    "SESA's policy with the rules of all types as skills",
+    banks=("other",),
+    kind="other",
+    needs=("sesa",),
+  ),
 }
 
 
@@ -100,6 +105,28 @@ def launch(words: Sequence[str]) -> float:
   if done.returncode:
     raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}.")
   return spent() - before
+
+
+def warm_start(
+  config: str,
+  seed: int,
+  workdir: Path,
+  launch: Callable[[Sequence[str]], float],
+) -> float:
+  """Makes the policy that runs of a world begin with, if it is not there.
+
+  Returns:
+    The CPU-seconds that this took; 0 where there was nothing to do, as with
+    configs of no world.
+  """
+  policy = f"{worlds.PREFIX}{seed}/policy"
+  if Path(config).name != Path(CONFIG).name:
+    return 0.0
+  if Path(config_lib.locate(policy)).exists():
+    return 0.0
+  words = ["--mode=sft", f"--config={config}:warm_start"]
+  words += [f"--workdir={workdir}", f"--config.seed={seed}"]
+  return launch(words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +167,7 @@ class Sweep:
     arm, place = ARMS[name], self.result(name, seed)
     if place.exists():
       return False
-    for needed in arm.needs:
+    for needed in (*arm.needs, *(["start"] if name != "start" else [])):
       if not self.result(needed, seed).exists():
         raise ValueError(f"{name} needs {needed} of seed {seed} first.")
     self.folder(name, seed).mkdir(parents=True, exist_ok=True)
@@ -160,6 +187,12 @@ class Sweep:
     return run
 
   def _start(self, name: str, seed: int) -> Path:
+    notes = metrics.RunFolder(self.folder(name, seed))
+    spent = warm_start(
+      self.config, seed, self.folder(name, seed) / "warm", self.launch
+    )
+    if spent:
+      notes.write_json("steps.json", {"warm start": spent})
     for how, temperature in TEMPERATURES.items():
       run = self.folder(name, seed) / how
       flags = ("--config.iterations=0", *_evaluating(temperature, BANKS))
@@ -188,14 +221,16 @@ class Sweep:
     return run
 
   def _other(self, name: str, seed: int) -> Path:
-    """Evaluates SESA's run of this world with the bank of the next one."""
+    """Evaluates SESA's run with a bank of the next world, or with the truth."""
     run = self.folder("sesa", seed) / "run"
     other = self.seeds[(self.seeds.index(seed) + 1) % len(self.seeds)]
     bank = self.folder("sesa", other) / "run/skills.jsonl"
-    if other == seed or not bank.exists() or not run.exists():
+    if name == "right_bank":
+      bank = f"{worlds.PREFIX}{seed}/right.jsonl"
+    elif other == seed or not bank.exists():
       raise ValueError(
-        f"{name} of seed {seed} needs the runs of sesa of this seed and of "
-        f"another one in {self.work}: name two seeds or more."
+        f"{name} of seed {seed} needs a run of sesa of another seed in "
+        f"{self.work}: name two seeds or more."
       )
     flags = (f"--config.eval.other=mined:{bank}",)
     self._evaluate(name, seed, run, flags, variant_of="sesa")
@@ -282,7 +317,7 @@ def describe(run: Path, folder: Path) -> dict[str, Any]:
   questions = _questions(evaluations["greedy"])
   return {
     **{name: made[name] for name in ("commit", "dirty", "config", "hashes")},
-    "generator": _generator(),
+    "generator": worlds.digest(),
     "cpu_seconds": own.read_json("steps.json", {}),
     "iterations": last_iteration(run),
     "sampled_tokens": sampled_tokens(run),
@@ -297,13 +332,6 @@ def describe(run: Path, folder: Path) -> dict[str, Any]:
     ],
     "panels": _plain(plots.panels(reader)),
   }
-
-
-def _generator() -> str:
-  """The hash of what makes worlds and warm starts."""
-  paths = [ROOT / "sesa_jax" / name for name in GENERATOR]
-  found = b"".join(path.read_bytes() for path in paths if path.exists())
-  return hashlib.sha256(found).hexdigest()
 
 
 def _questions(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

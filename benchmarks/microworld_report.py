@@ -18,6 +18,7 @@ Cells = Mapping[tuple[str, int], Cell]  # by arm and seed
 # What an arm is evaluated with where its own bank is meant.
 _OWN = ("final", "none")
 _HOW = ("sampled", "greedy")
+_EVALUATED = ("start", "other_bank", "right_bank")  # nothing is trained
 _WORDS = {"sampled": "T = 1", "greedy": "greedy"}
 TRAPS = {"all": "", "taught": "t", "held out": "h"}
 
@@ -37,6 +38,7 @@ PAIRS = (
   ("Off - trained on placebo, Off", ("placebo", "none"), ("sesa", "none")),
   ("final - placebo", ("sesa", "placebo"), ("sesa", "final")),
   ("final - scrambled", ("sesa", "scrambled"), ("sesa", "final")),
+  ("the true rules - final", ("sesa", "final"), ("right_bank", "other")),
   ("final - another world's", ("other_bank", "other"), ("sesa", "final")),
 )
 
@@ -57,7 +59,7 @@ def report(folder: Path) -> str:
   if not cells:
     raise ValueError(f"{folder} has no finished cell.")
   arms = list(dict.fromkeys(arm for arm, _ in cells))
-  trained = [arm for arm in arms if arm not in ("start", "other_bank")]
+  trained = [arm for arm in arms if arm not in _EVALUATED]
   parts = [
     "Intervals are 95 %, by a bootstrap over seeds and, in each, over "
     "questions (2,000 draws, percentiles). Of 3 to 5 seeds it is too narrow: "

@@ -181,16 +181,16 @@ def check(config: Any) -> None:
   _check_starts(config, backbone)
   sharding.check(backbone, fsdp=fsdp, tensor=tensor)
   _check_engine(config, backbone, rollout_mesh(config, mesh))
-  if len(priming.read(prime(config))) > config.bank.capacity:
+  if len(priming.read(prime(config.bank.prime))) > config.bank.capacity:
     raise ValueError(
       f"bank.prime = {config.bank.prime!r} holds more skills than "
       f"bank.capacity = {config.bank.capacity}."
     )
 
 
-def prime(config: Any) -> str:
-  """Returns `bank.prime`, the file of mined skills located."""
-  source, colon, path = config.bank.prime.partition(":")
+def prime(source: str) -> str:
+  """Returns a value of `bank.prime`, its file of mined skills located."""
+  source, colon, path = source.partition(":")
   return f"{source}{colon}{locate(path)}"
 
 
@@ -225,7 +225,8 @@ def check_values(config: Any) -> None:
       f"eval.banks = {tuple(config.eval.banks)!r}: name each mode once, and at "
       f"least one. Choices: {', '.join(BANKS)}."
     )
-  if "other" in config.eval.banks and not priming.read(config.eval.other):
+  other = config.eval.other
+  if "other" in config.eval.banks and not priming.read(prime(other)):
     raise ValueError(
       "eval.banks names 'other', and eval.other is 'none': name the skills to "
       "fill that bank with, for example eval.other='mined:RUN/skills.jsonl'."

@@ -16,6 +16,7 @@ from typing import Any
 import rich.box
 import rich.table
 
+from sesa_jax import config as config_lib
 from sesa_jax import metrics, types
 from sesa_jax.judge import scoring
 from sesa_jax.skills import arms
@@ -141,7 +142,8 @@ def _episode_row(attempt, row, iteration, tools) -> dict[str, Any]:
 
 def _other_bank(tools: types.Tools, config: Any) -> skill_bank.SkillBank:
   empty = skill_bank.create(config.bank.capacity, tools.encoder.dim)
-  return priming.prime(empty, config.eval.other, tools.encoder)[0]
+  source = config_lib.prime(config.eval.other)
+  return priming.prime(empty, source, tools.encoder)[0]
 
 
 def show_skills(

@@ -419,7 +419,7 @@ def _bank(path: str | None, config, encoder) -> skill_bank.SkillBank:
     rows = life.open_bank(path).rows
     return skill_bank.from_rows(rows, encoder, config.bank.capacity)
   empty = skill_bank.create(config.bank.capacity, encoder.dim)
-  return priming.prime(empty, config_lib.prime(config), encoder)[0]
+  return priming.prime(empty, config_lib.prime(config.bank.prime), encoder)[0]
 
 
 def _admitted(rows) -> int:

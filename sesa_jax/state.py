@@ -103,7 +103,7 @@ def start(config, world) -> tuple[State, skill_bank.Events]:
   if not world.shared:
     challenger = world.challenger.init(world.references["challenger"])
   bank, events = priming.prime(
-    empty, config_lib.prime(config), world.tools.encoder
+    empty, config_lib.prime(config.bank.prime), world.tools.encoder
   )
   return State(
     iteration=0,

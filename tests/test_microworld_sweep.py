@@ -98,7 +98,7 @@ def job():
 
 
 @pytest.fixture
-def sweep(tmp_path, job):
+def fresh(tmp_path, job):
   return sweep_lib.Sweep(
     config="c.py",
     work=tmp_path / "work",
@@ -107,6 +107,15 @@ def sweep(tmp_path, job):
     seeds=(7, 8),
     launch=job,
   )
+
+
+@pytest.fixture
+def sweep(fresh, job):
+  """With the cells that all others need."""
+  for seed in fresh.seeds:
+    fresh.make("start", seed)
+  job.called.clear()
+  return fresh
 
 
 def made(sweep, name, seed):
@@ -176,7 +185,10 @@ def test_a_second_start_does_only_what_is_left(sweep, job):
   assert len(job.called) == calls
 
 
-def test_the_start_is_evaluated_without_training(sweep, job):
+def test_the_start_is_evaluated_without_training(fresh, job):
+  sweep = fresh
+  with pytest.raises(ValueError, match="needs start of seed 7 first"):
+    sweep.make("sesa", 7)
   sweep.make("start", 7)
   assert [f["config.iterations"] for f in job.called] == ["0", "0"]
   assert len({f["workdir"] for f in job.called}) == 2
@@ -215,6 +227,30 @@ def test_another_worlds_bank(sweep, job):
     assert flags["workdir"] == str(sweep.folder("sesa", 7) / "run")
     assert flags["config"] == "c.py:sesa"
   assert set(made(sweep, "other_bank", 7)["evaluations"]["greedy"]) == {"other"}
+  sweep.make("right_bank", 7)
+  assert {f["config.eval.other"] for f in job.called[-2:]} == {
+    "mined:microworld:7/right.jsonl"
+  }
+
+
+def test_the_warm_start_is_made_once(fresh, job, tmp_path, monkeypatch):
+  policy = tmp_path / "policy"
+  monkeypatch.setattr(sweep_lib.config_lib, "locate", lambda path: policy)
+  sweep = sweep_lib.dataclasses.replace(fresh, config="x/microworld.py")
+  sweep.make("start", 7)
+  first, *others = job.called
+  assert first == {
+    "mode": "sft",
+    "config": "x/microworld.py:warm_start",
+    "workdir": str(sweep.folder("start", 7) / "warm"),
+    "config.seed": "7",
+  }
+  assert [flags["config"] for flags in others] == ["x/microworld.py:sesa"] * 2
+  taken = {"warm start": 10, "greedy": 10, "sampled": 10}
+  assert made(sweep, "start", 7)["cpu_seconds"] == taken
+  policy.mkdir()
+  sweep.make("start", 8)
+  assert "sft" not in [flags.get("mode") for flags in job.called[1:]]
 
 
 def test_kinds_of_questions():
@@ -226,9 +262,10 @@ def test_kinds_of_questions():
 def test_order_puts_what_needs_others_last():
   cells = sweep_lib.order(tuple(sweep_lib.ARMS), (1, 2))
   for place, (name, seed) in enumerate(cells):
-    for needed in sweep_lib.ARMS[name].needs:
+    needs = sweep_lib.ARMS[name].needs
+    for needed in needs if name == "start" else (*needs, "start"):
       assert (needed, seed) in cells[:place]
-  assert cells[-2:] == [("other_bank", 1), ("other_bank", 2)]
+  assert {name for name, _ in cells[-4:]} == {"other_bank", "right_bank"}
 
 
 def test_unknown_arms_and_flags(capsys):

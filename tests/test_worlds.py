@@ -60,11 +60,9 @@ def test_a_file_that_no_world_has_is_an_error(tmp_path):
 def test_the_bank_is_primed_from_a_world(tmp_path, monkeypatch):
   monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path))
   for source in ("none", "seeds15", "mined:x.jsonl"):
-    bank = python_types.SimpleNamespace(prime=source)
-    config = python_types.SimpleNamespace(bank=bank)
-    assert config_lib.prime(config) == source
-  bank.prime = "mined:microworld:0/skills.jsonl"
-  assert config_lib.prime(config).startswith(f"mined:{tmp_path}/microworld/")
+    assert config_lib.prime(source) == source
+  found = config_lib.prime("mined:microworld:0/skills.jsonl")
+  assert found.startswith(f"mined:{tmp_path}/microworld/")
 
 
 def test_a_hash_encoder_has_the_width_that_it_names():
