@@ -193,6 +193,8 @@ def test_embeddings_of_another_encoder(vector):
 def test_priming_more_than_fits():
   with pytest.raises(ValueError, match=r"2 skills .* room for 1 of .* = 1"):
     primed(skill("a"), skill("b"), capacity=1)
+  with pytest.raises(ValueError, match=r"2 skills .* room for 1 of .* = 2"):
+    B.prime(primed(skill("a"), capacity=2), [skill("b"), skill("c")], axes(2))
   with pytest.raises(ValueError, match=r"bank\.capacity = 0"):
     B.create(0, 4)
 
@@ -344,6 +346,22 @@ def test_relative_credit_is_within_the_hop_count():
   assert (bank.helpful[0], bank.harmful[0], bank.retrieved[0]) == (0.5, 0.5, 3)
 
 
+def test_credit_does_not_depend_on_the_order_of_questions():
+  """.1 + .2 + .3 is not .3 + .2 + .1 in doubles."""
+  bank = primed(skill("a"))
+  outcomes = {id: outcome_of(7 + i, 10, 0, 1) for i, id in enumerate("xyz")}
+  control = {id: outcome_of(6, 10, 4, 1) for id in "xyz"}
+  found = [
+    B.credit(
+      bank, dict.fromkeys(ids, bank.skills), outcomes, "control", 1, control
+    )
+    for ids in ("xyz", "zyx")
+  ]
+  assert found[0][1] == found[1][1]
+  assert equal(found[0][0], found[1][0])
+  assert found[0][1][0]["helpful"] == sum(found[0][1][0]["differences"])
+
+
 def test_question_without_an_outcome_gives_no_credit():
   bank = primed(skill("a"))
   after, events = B.credit(bank, {"q": bank.skills}, {}, "rollout", 1)
@@ -378,6 +396,10 @@ def test_top_is_ordered_by_cosine_and_skips_the_inactive():
   shown = B.top(bank, questions, encoder, 3, min_score=0.1)
   ids = {id: [s.id for s in skills] for id, skills in shown.items()}
   assert ids == {"p": ["b", "a"], "q": ["d"]}
+  at_it = Directions(one=unit(3, 4, 0, 0))  # .6 as a float32 is above .6
+  for floor, count in ((0.6, 2), (0.6001, 1)):
+    shown = B.top(bank, questions[:1], at_it, 3, min_score=floor)
+    assert len(shown["p"]) == count
 
 
 def test_top_never_shows_a_skill_to_the_question_it_came_from():

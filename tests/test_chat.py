@@ -279,18 +279,23 @@ def test_time_in_the_queue_is_not_of_the_deadline():
     assert ask(one, *"abc") == [{"ok": 1}] * 3
 
 
-def test_a_dead_endpoint_is_not_asked_for_every_call():
+def test_a_dead_endpoint_is_not_asked_for_every_call(tmp_path):
   texts = [str(n) for n in range(12)]
   with Server(then=body(b"", 500)) as server:
-    one = client(server, concurrency=1, tries=1)
+    log = tmp_path / "log"
+    one = client(server, concurrency=1, tries=1, log=log)
     kinds = [failure.kind for failure in ask(one, *texts)]
     assert kinds == ["server"] * 4 + ["skipped"] * 8
+    assert len(log.read_text().splitlines()) == 4  # of those that were made
     assert Failure("skipped", "").outage
     server.then = OK  # the next batch asks again
     assert ask(one, *texts) == [{"ok": 1}] * 12
     server.acts = ([body(b"", 500)] * 3 + [OK]) * 3
     kinds = [getattr(r, "kind", "") for r in ask(one, *"abcdefghijkl")]
     assert kinds == (["server"] * 3 + [""]) * 3
+    server.then = body(b"", 401)  # a wrong key is one for all
+    kinds = [failure.kind for failure in ask(one, *texts, cached=False)]
+    assert kinds == ["access"] * 4 + ["skipped"] * 8
     server.then = body(b"", 400)  # the calls' fault, not the endpoint's
     assert [r.kind for r in ask(one, *"123456")] == ["rejected"] * 6
 

@@ -95,7 +95,10 @@ def test_random_bert_equals_transformers(folder):
 
 
 def test_prefix_belongs_to_the_kind(folder):
-  ours = load(folder).encode(["the old town"], "query")
+  """In the cache, too."""
+  bert = load(folder)
+  bert.encode(["the old town"], "passage")
+  ours = bert.encode(["the old town"], "query")
   theirs = torch_embeddings(folder, ["query: the old town"], 40)
   np.testing.assert_allclose(ours, theirs, atol=2e-6)
 

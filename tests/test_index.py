@@ -113,6 +113,7 @@ def test_ties_and_neighbours_that_are_not_allowed(kind):
   built = index.build(vectors, np.ones(62, bool), kind)
   query = np.array([[1, 0]], np.float32)
   assert built.search(query, 3)[1].tolist() == [[0, 1, 2]]
+  assert built.search(query, 40)[1].tolist() == [[*range(40)]]
   # More are barred than an index fetches beyond k.
   allowed = np.ones((1, 62), bool)
   allowed[0, :59] = False
@@ -149,6 +150,10 @@ def test_a_tree_finds_nearly_all_and_the_same_each_time(
   assert bank.recall(rows, exact) > least
   if searched:  # else a tree that is not searched would pass
     assert bank.recall(rows, exact) < 1
+  # A leaf may hold fewer than are asked for: nothing comes twice.
+  assert all(
+    len(set(row)) == 20 for row in built.search(queries, 20)[1].tolist()
+  )
   again = index.build(vectors, everything, "scann", tmp_path / "tree")
   np.testing.assert_array_equal(again.search(queries, 3)[1], rows)
   for q in range(0, 64, 3):
