@@ -119,14 +119,15 @@ def warm_start(
     The CPU-seconds that this took; 0 where there was nothing to do, as with
     configs of no world.
   """
-  policy = f"{worlds.PREFIX}{seed}/policy"
   if Path(config).name != Path(CONFIG).name:
     return 0.0
-  if Path(config_lib.locate(policy)).exists():
+  policy = config_lib.locate(f"{worlds.PREFIX}{seed}/policy")
+  if Path(policy).exists():
     return 0.0
+  episodes = config_lib.locate(f"{worlds.PREFIX}{seed}/episodes.jsonl")
   words = ["--mode=sft", f"--config={config}:warm_start"]
   words += [f"--workdir={workdir}", f"--config.seed={seed}"]
-  return launch(words)
+  return launch([*words, f"--episodes={episodes}", f"--out={policy}"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -235,7 +235,11 @@ def test_another_worlds_bank(sweep, job):
 
 def test_the_warm_start_is_made_once(fresh, job, tmp_path, monkeypatch):
   policy = tmp_path / "policy"
-  monkeypatch.setattr(sweep_lib.config_lib, "locate", lambda path: policy)
+
+  def locate(path):
+    return tmp_path / path.removeprefix("microworld:7/").split("8/")[-1]
+
+  monkeypatch.setattr(sweep_lib.config_lib, "locate", locate)
   sweep = sweep_lib.dataclasses.replace(fresh, config="x/microworld.py")
   sweep.make("start", 7)
   first, *others = job.called
@@ -244,6 +248,8 @@ def test_the_warm_start_is_made_once(fresh, job, tmp_path, monkeypatch):
     "config": "x/microworld.py:warm_start",
     "workdir": str(sweep.folder("start", 7) / "warm"),
     "config.seed": "7",
+    "episodes": str(tmp_path / "episodes.jsonl"),
+    "out": str(policy),
   }
   assert [flags["config"] for flags in others] == ["x/microworld.py:sesa"] * 2
   taken = {"warm start": 10, "greedy": 10, "sampled": 10}
