@@ -104,13 +104,14 @@ class Job:
 
 
 def test_recording_and_judging(tmp_path, capsys):
-  bands = f"--bands={tmp_path / 'bands.json'}"
-  assert learn.main([bands], Job(1)) == 2
+  # Of no world, so that none is made.
+  given = [f"--bands={tmp_path / 'bands.json'}", "--config=c.py"]
+  assert learn.main(given, Job(1)) == 2
   assert "is missing" in capsys.readouterr().out
   job = Job(1)
   more = ["--record=0,1,2,3", "--config.iterations=7"]
   where = f"--workdir={tmp_path / 'recorded'}"
-  assert learn.main([bands, where, *more], job) == 0
+  assert learn.main([*given, where, *more], job) == 0
   assert len(job.called) == 4
   assert all(words[-1] == "--config.iterations=7" for words in job.called)
   kept = json.loads((tmp_path / "bands.json").read_text())
@@ -118,7 +119,7 @@ def test_recording_and_judging(tmp_path, capsys):
   assert kept["flags"] == ["--config.iterations=7"]
   for scale, code, said in ((1.01, 0, "pass"), (0.5, 1, "FAIL: solver's")):
     where = f"--workdir={tmp_path / str(scale)}"
-    assert learn.main([bands, where], Job(scale)) == code
+    assert learn.main([*given, where], Job(scale)) == code
     assert said in capsys.readouterr().out
 
 
