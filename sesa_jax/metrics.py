@@ -291,7 +291,7 @@ def read_episodes(path: str | Path) -> Iterator[dict[str, Any]]:
     yield from map(json.loads, data.splitlines())
   except (zstandard.ZstdError, json.JSONDecodeError) as error:
     raise ValueError(
-      f"{path} is damaged ({error}). Remove it: nothing but `show` needs it."
+      f"{path} is damaged ({error}). Remove it: no training needs it."
     ) from error
 
 

@@ -469,7 +469,6 @@ def mine(
   with early.unlocked():
     early.iterations = config.mine.iterations
     early.bank.frozen = True
-    early.distillation.admit = False
   loop.run(early, workdir, command=command)
   distill(
     config,

@@ -145,6 +145,14 @@ def test_not_now(changes):
   assert report.metrics["distillation/pending"] == 1
 
 
+def test_as_many_as_must_wait_are_enough():
+  distiller = Scripted(dict.fromkeys("ab", DistillFailure("no", outage=False)))
+  _, left, _ = distill(
+    empty(), (record("a"), record("b")), distiller, min_pending=2
+  )
+  assert left == ()
+
+
 def test_best_first_and_no_more_than_asked_for():
   queue = (
     record("a"),

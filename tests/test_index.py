@@ -122,6 +122,14 @@ def test_ties_and_neighbours_that_are_not_allowed(kind):
   assert scores.tolist() == [[1, 0, 0, -np.inf]]
 
 
+def test_of_equals_the_lower_row_comes_first_however_scann_gives_them():
+  built = index.build(np.eye(40, dtype=np.float32), np.ones(40, bool), "scann")
+  rows = np.random.default_rng(0).permutation(40)[None]
+  found = np.ones((1, 40), np.float32)
+  _, best = built._best(np.eye(1, 40, dtype=np.float32), found, rows, 9, None)
+  assert best.tolist() == [[*range(9)]]
+
+
 @pytest.mark.parametrize("kind", ["exact", "scann"])
 def test_an_index_of_nothing(kind):
   built = index.build(np.ones((3, 2), np.float32), np.zeros(3, bool), kind)

@@ -376,6 +376,27 @@ def test_a_model_grades_and_writes(tmp_path):
   assert record_lib.read_rows(out)[-1]["origin"] == "chat"
 
 
+def test_few_lost_verdicts_leave_their_questions_out(tmp_path):
+  """One of 60 is within lost_limit: its question is out, nothing else."""
+
+  def act(handler):
+    lost = blocks(handler.asked)["candidate"] == "no 7"
+    (body(b"", 503) if lost else says("WRONG"))(handler)
+
+  path = write(
+    tmp_path / "agent.jsonl",
+    *(line(f"no {i}") for i in range(60)),
+    line("Bonn", question_id="x", verdict="wrong"),
+    line("Rome", question_id="x", verdict="right"),
+  )
+  changes = {"distillation.distiller": "offline", "judge.concurrency": 1}
+  with Server(then=act) as server:
+    rows = mining.distill(
+      judged(server, **changes), [path], str(tmp_path / "skills.jsonl")
+    )
+  assert [row["question"] for row in rows] == ["x"]
+
+
 def test_what_belongs_to_runs_is_no_matter(tmp_path):
   """Neither an answerer nor what a run does with its bank."""
   changes = {

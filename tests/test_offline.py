@@ -75,6 +75,12 @@ def test_reads_what_went_wrong(category):
   assert leaks(skill, case, ENGLISH) is None
 
 
+def test_the_kinds_due_and_given_are_told():
+  skill = OfflineDistiller().distill(CASES["measure: kind"], [])
+  assert skill.description.endswith("here a number or date.")
+  assert skill.avoidance == "Giving a name instead."
+
+
 def test_all_cases_differ_and_every_fault_has_one():
   skills = [OfflineDistiller().distill(case, []) for case in CASES.values()]
   assert len({s.description for s in skills}) >= 10
