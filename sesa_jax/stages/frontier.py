@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from sesa_jax import types
+from sesa_jax import distributed, types
 from sesa_jax.language import Language
 from sesa_jax.learner import grpo
 
@@ -30,8 +31,7 @@ Reward = Float[np.ndarray | jax.Array, "..."]
 
 # --- what a success rate pays the challenger, k right of n ------------------
 #
-# Of numpy's arrays or jax's, so that they may stand inside `jax.jit`. A run's
-# are a few hundred numbers on the host, another count each time.
+# Of numpy's arrays or jax's: `table` compiles them.
 
 
 def failure(right: Count, total: Count) -> Reward:
@@ -130,6 +130,28 @@ def curve(
     "bell_zero": dict(low=low, high=high),
   }.get(name, {})
   return functools.partial(REWARDS[name], **keywords)
+
+
+@functools.cache
+def table(
+  name: str, total: int, *, low: float, high: float, endpoint_penalty: float
+) -> tuple[float, ...]:
+  """Returns what k = 0, .., n right attempts of n = total pay.
+
+  Compiled, once in a run: all groups have one size. On the host and in float64,
+  since a chip's division may put n/n inside the bell.
+
+  Args:
+    name: see `curve`, as the keywords.
+    total: attempts at a question.
+    low: see `curve`.
+    high: see `curve`.
+    endpoint_penalty: see `curve`.
+  """
+  pay = curve(name, low=low, high=high, endpoint_penalty=endpoint_penalty)
+  with jax.default_device(distributed.host_cpu()), jax.enable_x64(True):
+    right = jnp.arange(total + 1)
+    return tuple(jax.jit(pay)(right, jnp.full_like(right, total)).tolist())
 
 
 def check(*, reward: str, invalid: str, gate: str, low: float, high: float):
@@ -311,7 +333,7 @@ def cut(
 def proposal_rewards(
   proposals: Sequence[types.Proposal],
   outcomes: Collection[types.Outcome],
-  pay: Callable[[Count, Count], Reward],
+  pay: Callable[[int], Sequence[float]],
   *,
   invalid: str,
   endpoint_penalty: float,
@@ -322,7 +344,7 @@ def proposal_rewards(
   Args:
     proposals: with their states decided.
     outcomes: of questions; those of no proposal pay nobody.
-    pay: of `curve`.
+    pay: from n, the row of `table`.
     invalid: what a proposal that broke a rule gets: `endpoint`
       -endpoint_penalty, `zero` 0, `penalty` -invalid_penalty; `mask` leaves it
       out of loss and baseline.
@@ -343,13 +365,7 @@ def proposal_rewards(
   }[grpo.one_of("challenger.invalid", invalid, INVALID)]
   # An id that is missing would leave its proposal out without a word.
   assert all(p.question_id for p in proposals if p.state == VALID)
-  pays = pay(
-    np.array([o.right for o in outcomes], int),
-    np.array([o.total for o in outcomes], int),
-  )
-  paid = dict(
-    zip((o.question.id for o in outcomes), pays.tolist(), strict=True)
-  )
+  paid = {o.question.id: pay(o.total)[o.right] for o in outcomes}
   return [
     None
     if proposal.state == UNVERIFIED
@@ -445,7 +461,9 @@ def shape(
     solver_scaled,
   )
 
-  pay = curve(reward, low=low, high=high, endpoint_penalty=endpoint_penalty)
+  pay = functools.partial(
+    table, reward, low=low, high=high, endpoint_penalty=endpoint_penalty
+  )
   rewards = proposal_rewards(
     proposals,
     outcomes,
