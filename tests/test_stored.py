@@ -35,14 +35,20 @@ def written(folder, found):
   return folder
 
 
-@given(texts, st.sampled_from([1, 4, 100]), st.integers(1, 9))
+@given(
+  texts,
+  st.sampled_from([1, 4, 100]),
+  st.sampled_from([1, 7, 1000]),
+  st.integers(1, 9),
+)
 def test_bm25_finds_on_disk_what_it_finds_in_memory(
-  tmp_path_factory, found, block, k
+  tmp_path_factory, found, block, part, k
 ):
   found = passages(found)
   folder = written(tmp_path_factory.mktemp("index"), found)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(bm25, "_BLOCK", block)
+    patch.setattr(bm25, "_PART", part)
     bm25.build(folder, k1=0.9, b=0.4)
   on_disk = bm25.load(folder, k1=0.9, b=0.4)
   in_memory = bm25.Bm25(found, k1=0.9, b=0.4)

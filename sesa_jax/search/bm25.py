@@ -7,13 +7,14 @@ them to a folder, `load` reads it through memory maps.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from sesa_jax.search import base, stored
 from sesa_jax.types import Passage
 
 _BLOCK = 50_000  # passages whose postings are in memory at once, in a build
+_PART = 1 << 21  # postings that are, when its blocks are merged
 
 
 def terms(text: str, stopwords: frozenset[str]) -> list[str]:
@@ -113,10 +115,10 @@ class Bm25:
     if not known:
       return ()
     scores = self._index.get_scores_from_ids(known)
-    k = min(k, len(scores))
-    floor = np.partition(scores, -k)[-k]
-    # All passages at the k-th score take part, so that order decides ties.
-    hits = np.flatnonzero((scores >= floor) & (scores > 0))
+    hits = np.flatnonzero(scores)
+    if len(hits) > k:
+      # All passages at the k-th score take part, so that order decides ties.
+      hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
     best = hits[np.argsort(-scores[hits], kind="stable")][:k]
     return tuple(
       dataclasses.replace(self._passages[int(i)], score=float(scores[i]))
@@ -162,9 +164,9 @@ def load(folder: str | Path, *, k1: float, b: float) -> Bm25:
 def build(folder: Path, *, k1: float, b: float) -> None:
   """Indexes the passages of a folder, of which a block is in memory at a time.
 
-  Beside the block the vocabulary is, and 4 bytes a passage. Files: `terms.txt`,
-  sorted, a term's number being its line; `indptr.npy`, where its postings
-  begin; `indices.npy` and `data.npy`, its passages and their scores.
+  Beside the block the vocabulary is, and some bytes a passage. Files:
+  `terms.txt`, sorted, a term's number being its line; `indptr.npy`, where its
+  postings begin; `indices.npy` and `data.npy`, its passages and their scores.
 
   Args:
     folder: holds `stored.Passages`; the index is written beside them.
@@ -176,13 +178,15 @@ def build(folder: Path, *, k1: float, b: float) -> None:
   """
   _, stopwords = _library(k1, b)
   passages = stored.Passages(folder)
+  texts = iter(passages)
   numbers: dict[str, int] = {}  # in the order in which terms were seen
   blocks, lengths = [], []
   for start in range(0, len(passages), _BLOCK):
-    texts = (passages[i] for i in range(start, len(passages)))
-    block = itertools.islice(texts, _BLOCK)
     words = stored.progress(
-      (terms(f"{p.title} {p.text}", stopwords) for p in block),
+      (
+        terms(f"{p.title} {p.text}", stopwords)
+        for p in itertools.islice(texts, _BLOCK)
+      ),
       f"passages indexed from {start}",
     )
     path = folder / f"block{len(blocks)}.npy"
@@ -208,17 +212,17 @@ def _postings(
   numbers: dict[str, int],
   path: Path,
 ) -> np.ndarray:
-  """Writes a block's (term, passage, count) rows; returns passages' lengths."""
-  rows, lengths = [], []
+  """Writes a block's terms, passages and counts; returns passages' lengths."""
+  columns, lengths = [], []
   for number, words in enumerate(documents, start):
     lengths.append(len(words))
     counts = Counter(words)
-    row = np.empty((len(counts), 3), np.int32)
-    row[:, 0] = [numbers.setdefault(w, len(numbers)) for w in counts]
-    row[:, 1] = number
-    row[:, 2] = list(counts.values())
-    rows.append(row)
-  np.save(path, np.concatenate(rows))
+    column = np.empty((3, len(counts)), np.int32)
+    column[0] = [numbers.setdefault(w, len(numbers)) for w in counts]
+    column[1] = number
+    column[2] = list(counts.values())
+    columns.append(column)
+  np.save(path, np.concatenate(columns, axis=1))
   return np.array(lengths, np.int32)
 
 
@@ -230,31 +234,66 @@ def _invert(
   k1: float,
   b: float,
 ) -> None:
-  """Sorts the blocks' rows by term into the index's files, with scores."""
+  """Merges the blocks by term into the index's files, with scores.
+
+  Each block is sorted; then the postings of some terms at a time are taken from
+  all blocks, and written behind those before.
+  """
   holding = np.zeros(len(rank), np.int64)  # passages that hold a term
-  for path in blocks:
-    terms_of = rank[np.load(path, mmap_mode="r")[:, 0]]
-    holding += np.bincount(terms_of, minlength=len(rank))
+  for path in stored.progress(blocks, "blocks sorted by term"):
+    postings = np.load(path)
+    postings[0] = rank[postings[0]]
+    np.save(path, _by_term(postings))
+    holding += np.bincount(postings[0], minlength=len(rank))
   indptr = np.concatenate([[0], np.cumsum(holding)])
   np.save(folder / "indptr.npy", indptr)
   idf = np.log(1 + (len(lengths) - holding + 0.5) / (holding + 0.5))
   norm = k1 * (1 - b + b * lengths / max(lengths.mean(), 1e-9))
-  indices, data = (
-    np.lib.format.open_memmap(
-      folder / f"{name}.npy", "w+", kind, (int(indptr[-1]),)
+  with (
+    _array(folder / "indices.npy", np.int32, int(indptr[-1])) as indices,
+    _array(folder / "data.npy", np.float32, int(indptr[-1])) as data,
+  ):
+    for first, last in stored.progress(_parts(indptr), "parts merged"):
+      # Of equal terms those of earlier blocks come first, as passages do.
+      term, passage, f = _by_term(
+        np.concatenate([_between(p, first, last) for p in blocks], axis=1)
+      )
+      passage.tofile(indices)
+      scores = idf[term] * (f / (f + norm[passage]))
+      scores.astype(np.float32).tofile(data)
+
+
+def _by_term(postings: np.ndarray) -> np.ndarray:
+  return np.take(postings, np.argsort(postings[0], kind="stable"), axis=1)
+
+
+def _between(path: Path, first: int, last: int) -> np.ndarray:
+  """Reads a sorted block's postings of the terms first, .., last - 1."""
+  block = np.load(path, mmap_mode="r")
+  start, stop = np.searchsorted(block[0], np.array([first, last], np.int32))
+  return np.array(block[:, start:stop])
+
+
+def _parts(indptr: np.ndarray) -> Iterator[tuple[int, int]]:
+  """Yields ranges of terms that have `_PART` postings, or are a term alone."""
+  first, terms_ = 0, len(indptr) - 1
+  while first < terms_:
+    full = np.searchsorted(indptr, indptr[first] + _PART, side="right") - 1
+    last = max(first + 1, int(full))
+    yield first, last
+    first = last
+
+
+@contextlib.contextmanager
+def _array(path: Path, kind: type, size: int) -> Iterator[BinaryIO]:
+  """Opens a .npy file of so many numbers, which are then written in order."""
+  with path.open("wb") as file:
+    np.lib.format.write_array_header_1_0(
+      file,
+      {
+        "descr": np.lib.format.dtype_to_descr(np.dtype(kind)),
+        "fortran_order": False,
+        "shape": (size,),
+      },
     )
-    for name, kind in (("indices", np.int32), ("data", np.float32))
-  )
-  free = indptr[:-1].copy()  # of each term's places, the first that is
-  for path in stored.progress(blocks, "blocks sorted by term"):
-    rows = np.load(path)
-    term = rank[rows[:, 0]]
-    order = np.argsort(term, kind="stable")  # passages of a term stay in order
-    term, passage, f = term[order], rows[order, 1], rows[order, 2]
-    first = np.searchsorted(term, term)  # of the term's rows in this block
-    place = free[term] + np.arange(len(term)) - first
-    indices[place] = passage
-    data[place] = idf[term] * (f / (f + norm[passage]))
-    free += np.bincount(term, minlength=len(free))
-  indices.flush()
-  data.flush()
+    yield file

@@ -36,6 +36,7 @@ class Lines(Sequence[bytes]):
 
   def __init__(self, path: Path):
     """Opens `path` and the `.npy` beside it, which `write_lines` made."""
+    self._path = path
     self._starts = np.load(path.with_suffix(".npy"), mmap_mode="r")
     with path.open("rb") as file:
       size = path.stat().st_size
@@ -51,6 +52,11 @@ class Lines(Sequence[bytes]):
     start, stop = self._starts[number : number + 2]
     return self._data[int(start) : int(stop) - 1]
 
+  def __iter__(self) -> Iterator[bytes]:
+    with self._path.open("rb") as file:  # a map would come to hold it all
+      for line in file:
+        yield line[:-1]
+
 
 class Passages(Sequence[Passage]):
   """The passages of an index's folder, by number."""
@@ -63,6 +69,9 @@ class Passages(Sequence[Passage]):
 
   def __getitem__(self, number: int) -> Passage:
     return Passage(*json.loads(self._lines[number]))
+
+  def __iter__(self) -> Iterator[Passage]:
+    return (Passage(*json.loads(line)) for line in self._lines)
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> None:
@@ -95,11 +104,11 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> str:
   write_lines(folder / "passages.jsonl", lines())
   if not ids:
     raise ValueError("The corpus holds no passage.")
-  codes = np.asarray(ids)
-  order = np.argsort(codes, kind="stable")
-  twice = order[1:][codes[order[1:]] == codes[order[:-1]]]
-  if len(twice):
-    raise corpus.repeated(Passages(folder)[int(twice[0])].id)
+  codes = np.sort(np.asarray(ids))
+  same = codes[1:] == codes[:-1]
+  if same.any():
+    second = np.flatnonzero(np.asarray(ids) == codes[1:][same][0])[1]
+    raise corpus.repeated(Passages(folder)[int(second)].id)
   return sha.hexdigest()
 
 
