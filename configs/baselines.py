@@ -29,8 +29,6 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   """Returns the locked config."""
   config = qwen3_4b.get_config().copy_and_resolve_references().unlock()
   config.name = "baselines"
-  if variant in ("search_r1", "fixed_questions"):
-    config.pool.fixed.train = common.question_set("", 0)
   return common.finish(config, variant, VARIANTS)
 
 

@@ -318,8 +318,8 @@ def get_config() -> ConfigDict:
         degrade=dict(drop=0.0, distract=0.0, shuffle=0.0, delay=0.0),
       ),
       budget=dict(  # of the whole run; None is no limit
-        searches=placeholder(int),
-        cost=placeholder(float),
+        searches=placeholder(int),  # of servers
+        cost=placeholder(float),  # of searches and judge together
       ),
       corpus=(),  # files, "assets:..." or paths
       seeds=dict(
@@ -405,5 +405,7 @@ def finish(
       f"Unknown variant {variant!r}.{hint} Choices: {', '.join(choices)}."
     )
   config.update_from_flattened_dict(PRESETS[variant])
+  if not config.selfplay and not config.pool.fixed:
+    config.pool.fixed.train = question_set("", 0)  # its path is a flag's
   config.preset = variant
   return config.lock()

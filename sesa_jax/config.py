@@ -168,6 +168,7 @@ def check(config: Any) -> None:
       range, a batch does not divide, or devices or files are missing.
   """
   check_values(config)
+  _check_sets(config)
   fsdp, tensor = mesh_sizes(config)
   mesh = sharding.mesh(fsdp, tensor)
   if distributed.count() > 1 and mesh.size < len(jax.devices()):
@@ -192,6 +193,29 @@ def prime(source: str) -> str:
   """Returns a value of `bank.prime`, its file of mined skills located."""
   source, colon, path = source.partition(":")
   return f"{source}{colon}{locate(path)}"
+
+
+def _check_sets(config: Any) -> None:
+  """Refuses questions that are in no file."""
+  for section, sets in (
+    ("eval.sets", config.eval.sets),
+    ("pool.fixed", config.pool.fixed),
+  ):
+    for name, spec in sets.items():
+      field = f"{section}.{name}"
+      if not spec.path:
+        raise ValueError(
+          f"{field}.path is empty: name a file of questions "
+          f"(--config.{field}.path=FILE)."
+        )
+      if spec.size < 0:
+        raise ValueError(f"{field}.size = {spec.size}; 0 takes all questions.")
+  if not config.selfplay and not config.pool.fixed:
+    raise ValueError(
+      "selfplay = False plays the questions of pool.fixed, which names no set. "
+      "Take the preset fixed_questions or search_r1 (--config=FILE:PRESET) and "
+      "--config.pool.fixed.train.path=FILE."
+    )
 
 
 def check_values(config: Any) -> None:

@@ -67,6 +67,7 @@ def iteration(
   ahead = _distill_ahead(state, tools, config)
   ledger = world.texts.library.ledger
   ledger.drain()  # of what an evaluation searched
+  _share_budget(config, ledger)
   begin = functools.partial(_begin_stage, config, number, progress, clock)
 
   # Stage 2, asymmetric self-play. No bank is in the challenger's reach.
@@ -560,6 +561,11 @@ def _stop_if_unjudged(
     )
 
 
+def _share_budget(config, ledger) -> None:
+  """Divides among processes what the run may still spend; one has it all."""
+  ledger.share(config.budget, distributed.gather([ledger.spent]))
+
+
 def _stop_if_spent(world) -> None:
   """Stops where a call was refused for the budget."""
   said = distributed.gather([world.texts.library.ledger.exceeded()])
@@ -756,6 +762,7 @@ def _evaluation_due(config, number: int, cells) -> bool:
 
 def _evaluate(config, world, state, progress) -> list[dict[str, Any]]:
   sets = world.texts.sets
+  _share_budget(config, world.texts.library.ledger)
   progress.stage(
     f"evaluate after {state.iteration} of {config.iterations} iterations",
     sum(map(len, sets.values())) * len(config.eval.banks),

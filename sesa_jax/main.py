@@ -278,9 +278,12 @@ MODES: dict[str, Callable[[], int | None]] = {
 
 def _search_config():
   """The config, with the engine of the command line."""
+  from sesa_jax import config as config_lib
+
   config = _need(_CONFIG.value, "config").copy_and_resolve_references()
   if _ENGINE.value:
     config.search.engine = _ENGINE.value
+  config_lib.check_values(config)
   return config.lock()
 
 

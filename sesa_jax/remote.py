@@ -143,6 +143,8 @@ class Ledger:
     what: whose budget it is, for messages.
     path: a JSON file that holds what was used, so that a budget is one of a
       run and not of a process; "" keeps nothing.
+    within: another ledger, whose limits this one's use counts against too,
+      where both have a limit's name.
 
   Raises:
     ValueError: the file is damaged.
@@ -154,8 +156,10 @@ class Ledger:
     counts: Sequence[str],
     what: str,
     path: str | Path = "",
+    within: Ledger | None = None,
   ):
     self.limits = dict(limits)
+    self._within = within
     self.refused = False  # a call, for the budget
     self._counts, self._what = tuple(counts), what
     self._path = Path(path) if path else None
@@ -185,15 +189,25 @@ class Ledger:
           self.refused = True
           return False
       self._held.update(most)
-    return True
+    if self._within is None or self._within.reserve(self._shared(most)):
+      return True
+    with self._lock:
+      self._held.subtract(most)
+    return False
+
+  def _shared(self, amounts: Mapping[str, float]) -> dict[str, float]:
+    names = self._within.limits.keys() if self._within else ()
+    return {name: n for name, n in amounts.items() if name in names}
 
   def settle(
     self, most: Mapping[str, float], used: Mapping[str, float] | None
   ) -> None:
     """Frees what was set aside and charges what was used; None is nothing."""
+    if self._within is not None:
+      self._within.settle(self._shared(most), used and self._shared(used))
     with self._lock:
       self._held.subtract(most)
-      if used is None:
+      if not used:
         return
       for name, value in used.items():
         self._spent[name] = self._spent.get(name, 0) + value
@@ -204,6 +218,23 @@ class Ledger:
         beside.write_bytes(metrics.line(self._spent))
         os.replace(beside, self._path)
 
+  def share(
+    self,
+    limits: Mapping[str, float | None],
+    spent: Sequence[Mapping[str, float]],
+  ) -> None:
+    """Takes an equal part of what several ledgers may still use together.
+
+    Args:
+      limits: of all of them.
+      spent: by each of them so far, this one included.
+    """
+    for name, limit in limits.items():
+      if limit is not None and len(spent) > 1:
+        left = max(0, limit - sum(one[name] for one in spent))
+        limit = self._spent[name] + left / len(spent)
+      self.limits[name] = limit
+
   def drain(self, path: str) -> dict[str, float]:
     """Returns what was counted since the last drain."""
     with self._lock:
@@ -213,7 +244,7 @@ class Ledger:
   def exceeded(self) -> str:
     """Says that a call was refused for the budget; "" if none was."""
     if not self.refused:
-      return ""
+      return self._within.exceeded() if self._within else ""
     said = ", ".join(
       f"{self._spent.get(name, 0):,.6g} of {limit:,.6g} {name}"
       for name, limit in self.limits.items()

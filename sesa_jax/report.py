@@ -11,6 +11,10 @@ import rich.table
 
 from sesa_jax import config as config_lib
 from sesa_jax import evaluation, metrics
+from sesa_jax.stages import distillation
+
+# Tokens of a judge's prompt, passages aside: instructions, question, answers.
+_ASKED = 600
 
 
 def budget(config: Any) -> dict[str, int]:
@@ -82,8 +86,37 @@ def bill(config: Any) -> dict[str, int]:
   return found | {"distillations": asked * most}
 
 
+def judge_cost(config: Any, calls: Mapping[str, int]) -> float:
+  """Returns what calls of the judge cost at most, by its prices.
+
+  About: beside passages a prompt is taken to be `_ASKED` tokens.
+
+  Args:
+    config: an experiment.
+    calls: by the names of `bill`; searches are none of the judge's.
+  """
+  judge, settings = config.judge, config.distillation
+  clusters = settings.consolidate == "cluster"
+  records = distillation.CLUSTER if clusters else 1
+  tokens = {  # of passages, and of the reply
+    "verdicts": (0, judge.verdict_tokens),
+    "evidence checks": (config.verifier.max_tokens, judge.answer_tokens),
+    "probes": (config.verifier.max_tokens, judge.answer_tokens),
+    "distillations": (records * settings.passage_tokens, settings.tokens),
+  }
+  millions = sum(
+    calls[name]
+    * (
+      (_ASKED + shown) * (judge.prompt_price or 0.0)
+      + reply * (judge.completion_price or 0.0)
+    )
+    for name, (shown, reply) in tokens.items()
+  )
+  return millions / 1e6
+
+
 def _bill(config: Any, sets: Mapping[str, Sequence]) -> str:
-  """Says what a run asks of others at most, and what Google's part costs."""
+  """Says what a run asks of others at most, and what they cost."""
   questions = sum(map(len, sets.values())) * len(config.eval.banks)
   tested = questions * len(set(evaluations(config)))
   found = bill(config)
@@ -93,10 +126,18 @@ def _bill(config: Any, sets: Mapping[str, Sequence]) -> str:
     f"Asked for at most: {said}; evaluations on top, with {tested:,} answers "
     f"and {searched:,} searches"
   )
-  if config.search.engine != "google":
-    return f"{said}."
-  cost = (found["searches"] + searched) * config.search.google.price / 1000
-  return f"{said}. The searches cost {cost:,.2f}."
+  if config.search.engine == "google":
+    cost = (found["searches"] + searched) * config.search.google.price / 1000
+    said += f". The searches cost {cost:,.2f}"
+  graded = config.judge.verdicts and bool(config.judge.base_url)
+  calls = found | {"verdicts": found["verdicts"] + tested * graded}
+  if any(count for name, count in calls.items() if name != "searches"):
+    said += (
+      ". What the judge costs is not known without judge.prompt_price"
+      if config.judge.prompt_price is None
+      else f". The judge costs about {judge_cost(config, calls):,.2f}"
+    )
+  return f"{said}."
 
 
 def evaluation_budget(config: Any, sets: Mapping[str, Sequence]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import sys
 from typing import Any
 
 from absl import logging
@@ -140,7 +141,10 @@ class Server(http.server.ThreadingHTTPServer):
     super().__init__((host, port), _Handler)
 
   def handle_error(self, *_: Any) -> None:
-    """A client that hung up is no news."""
+    """Logs what went wrong; a client that hung up is no news."""
+    error = sys.exception()
+    if not isinstance(error, ConnectionError | TimeoutError):
+      logging.error("A request was not answered.", exc_info=error)
 
 
 def main(engine: SearchEngine, host: str, port: int, topk: int) -> None:

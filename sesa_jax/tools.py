@@ -22,7 +22,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from sesa_jax import config as config_lib
-from sesa_jax import distributed, environment, prompts, types
+from sesa_jax import distributed, environment, prompts, remote, types
 from sesa_jax.data import benchmarks, seeds
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.judge import chat, ledger, offline, verdicts
@@ -31,6 +31,7 @@ from sesa_jax.language import question_key
 from sesa_jax.learner import learner as learner_lib
 from sesa_jax.policy import attention, model, sharding, tokenizer, weights
 from sesa_jax.retrieval import encoder
+from sesa_jax.search import base as search_base
 from sesa_jax.search import engines
 from sesa_jax.stages import validity
 
@@ -70,13 +71,16 @@ def _asks_judge(config: Any) -> list[str]:
   return found
 
 
-def judge(config: Any, workdir: str | Path = "") -> verdicts.Judge | None:
+def judge(
+  config: Any, workdir: str | Path = "", run: remote.Ledger | None = None
+) -> verdicts.Judge | None:
   """Returns the model that `config.judge` names, if it is asked for anything.
 
   Args:
     config: an experiment.
     workdir: where answers, failures and what was spent are kept; "" keeps
       nothing. The lead's alone: no other process calls.
+    run: the ledger of the run, with `budget`; None makes one.
 
   Raises:
     ValueError: no key in the environment, or a bad value.
@@ -85,6 +89,15 @@ def judge(config: Any, workdir: str | Path = "") -> verdicts.Judge | None:
   if not settings.base_url or not (settings.verdicts or _asks_judge(config)):
     return None
   here = Path(workdir) if workdir and distributed.is_lead() else None
+  if config.budget.cost is not None and settings.prompt_price is None:
+    raise ValueError(
+      f"budget.cost = {config.budget.cost:g} bounds what the judge costs as "
+      "well: set judge.prompt_price and judge.completion_price, of a million "
+      "tokens; 0 where they cost nothing."
+    )
+  if run is None:
+    path = here / "spent.json" if here else ""
+    run = search_base.Ledger(**config.budget, path=path)
   price = None
   if settings.prompt_price is not None:
     price = ledger.Price(
@@ -107,6 +120,7 @@ def judge(config: Any, workdir: str | Path = "") -> verdicts.Judge | None:
       max_tokens=settings.max_tokens,
       max_cost=settings.max_cost,
       path=here / "judge_spent.json" if here else "",
+      within=run,
     ),
     cache=(settings.cache or here / "judge_cache") if here else "",
     log=here / "judge_failures.jsonl" if here else "",
@@ -152,17 +166,21 @@ def search(config: Any, workdir: str = "") -> engines.Search:
     ValueError: a value, a file, an index or a key is missing or wrong.
     types.Stopped: no search server answers.
   """
-  # Each process asks for its own episodes, and has its share of the budget.
+  # Each process asks for its own episodes, and has its share of all limits:
+  # of the budget `loop.run` gives it one.
   count, own = distributed.count(), distributed.index()
-  searches, cost = config.budget.searches, config.budget.cost
-  name = f"search_spent{f'.{own}' if own else ''}.json"
+  spec, paths, encoder = _search_values(config)
+  google = spec["google"]
+  google["per_second"] /= count
+  if google["per_day"] is not None:
+    google["per_day"] //= count
+  name = f"spent{f'.{own}' if own else ''}.json"
   return engines.open_search(
-    *_search_values(config),
+    spec,
+    paths,
+    encoder,
     seed=config.seed,
-    budget=dict(
-      searches=None if searches is None else searches // count,
-      cost=None if cost is None else cost / count,
-    ),
+    budget=config.budget.to_dict(),
     spent=Path(workdir) / name if workdir else "",
   )
 
@@ -226,7 +244,8 @@ def read(config: Any, workdir: str = "") -> Texts:
   if not config.selfplay and len(fixed) < config.questions:
     raise ValueError(
       f"selfplay = False plays the questions of pool.fixed: an iteration takes "
-      f"questions = {config.questions}, but there are {len(fixed)}."
+      f"questions = {config.questions}, but there are {len(fixed)}. Lower the "
+      "one, or name more."
     )
   _warn_of_tested(found, sets, config_lib.language(config))
   return Texts(library, found, fixed, sets)
@@ -283,13 +302,6 @@ def _warn_of_tested(found, sets, speech) -> None:
 
 def _questions(name, spec, search, seed, without, speech) -> tuple:
   """Draws a set's questions, none of them in `without` or twice."""
-  if not spec.path:
-    raise ValueError(
-      f"The question set {name!r} names no file: set its path "
-      f"(--config.pool.fixed.{name}.path=FILE)."
-    )
-  if spec.size < 0:
-    raise ValueError(f"{name}: size = {spec.size}; 0 takes all questions.")
   questions = benchmarks.load_questions(
     config_lib.locate(spec.path), source=name
   )
@@ -398,7 +410,7 @@ def assemble(
   tools = equip(config, words, engine, texts.library.engine, embedder)
   _check_lengths(config, texts, tools.render)
   if workdir is not None:  # last: it makes files
-    model_judge = judge(config, workdir)
+    model_judge = judge(config, workdir, texts.library.ledger)
     tools = dataclasses.replace(
       tools, judge=model_judge, distiller=distiller(config, model_judge)
     )

@@ -158,6 +158,27 @@ def test_parquet_is_read_with_pyarrow_alone(tmp_path, monkeypatch):
     benchmarks.load_questions(path)
 
 
+def test_parquet_that_pyarrow_wrote(tmp_path):
+  pyarrow = pytest.importorskip("pyarrow")
+  parquet = pytest.importorskip("pyarrow.parquet")
+  path = tmp_path / "train.parquet"
+  bare = {k: v for k, v in ROW.items() if k != "question"} | {
+    "reward_model": {"ground_truth": {"target": ["Linda", "Davis"]}},
+    "extra_info": {"split": "train", "index": 1},
+  }
+  parquet.write_table(pyarrow.Table.from_pylist([ROW, bare]), path)
+  first, second = benchmarks.load_questions(path, source="mix")
+  assert (first.id, second.id) == ("mix/nq/train/0", "mix/nq/train/1")
+  assert first.text == second.text == "who sings it?"
+  assert (first.targets, second.targets) == (
+    ("Linda Davis",),
+    ("Linda", "Davis"),
+  )
+  path.write_bytes(b"PAR1")
+  with pytest.raises(ValueError, match=r"train.parquet: not parquet \("):
+    benchmarks.load_questions(path)
+
+
 class Stub:
   """Finds the passage that a query names, and counts its calls."""
 

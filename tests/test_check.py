@@ -170,6 +170,18 @@ def test_a_search_server_that_is_down_is_found(tmp_path):
   assert "an iteration" not in found  # it needs the seeds
 
 
+def test_a_run_that_is_played_again_needs_no_answer(tmp_path):
+  changes = {
+    "search.engine": "search_r1",
+    "search.urls": ("http://127.0.0.1:9/retrieve",),
+    "search.cache": str(tmp_path / "cache"),
+    "search.replay_only": True,
+  }
+  config = tiny_config(**ROOMY | changes)
+  row = check._tried("texts", check._check_texts, config, [])
+  assert row.passed, row.said
+
+
 def test_the_exit_code_says_whether_all_passed(tmp_path):
   for free, code, said in (
     (True, 0, "All passed"),

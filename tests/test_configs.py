@@ -126,6 +126,8 @@ def test_every_preset_of_every_file_loads(name):
     assert (config.name, config.preset) == (name, preset)
     for field, value in common.PRESETS[preset].items():
       assert flat(config)[field] == value
+    # Questions that nobody poses come from a file, that a flag can name.
+    assert config.selfplay or config.pool.fixed
   with pytest.raises(ValueError, match="Did you mean 'no_bell'"):
     load(name, "no_bel")
 

@@ -425,6 +425,22 @@ def test_a_budget_stops_the_run_and_may_be_raised(tmp_path):
   assert len(folder.read("metrics.jsonl")) == 2
 
 
+def test_one_budget_of_money_holds_for_judge_and_searches(tmp_path):
+  with Server(then=obliging) as server:
+    priced = {"judge.prompt_price": 10.0, "judge.completion_price": 20.0}
+    config = paper_judge(server, **priced, **{"budget.cost": 0.05})
+    with pytest.raises(types.Stopped, match=r"run's budget .* of 0.05 cost"):
+      run(config, tmp_path / "run")
+    spent = [
+      json.loads((tmp_path / "run" / name).read_text())["cost"]
+      for name in ("spent.json", "judge_spent.json")
+    ]
+    assert spent[0] == spent[1] <= 0.05
+    config.budget.cost = 1000.0
+    folder = run(config, tmp_path / "run")
+  assert len(folder.read("metrics.jsonl")) == 2
+
+
 # --- what a config asks for --------------------------------------------------
 
 
@@ -517,6 +533,17 @@ def test_every_setting_reaches_the_client(tmp_path, monkeypatch):
   config.judge.cache = "elsewhere"
   tools_lib.judge(config, tmp_path)
   assert found["cache"] == "elsewhere"
+
+
+def test_a_budget_of_money_needs_the_judges_price():
+  asked = {"judge.base_url": "http://h:1", "budget.cost": 5.0}
+  config = tiny_config(**asked, **{"judge.key_env": ""})
+  with pytest.raises(ValueError, match="budget.cost = 5 bounds what the judge"):
+    tools_lib.check_judge(config)
+  config.judge.prompt_price = 0.0  # its own server's
+  tools_lib.check_judge(config)
+  config = tiny_config(**{"budget.cost": 5.0})  # nobody is asked
+  tools_lib.check_judge(config)
 
 
 def test_tokens_of_a_skill_reach_the_endpoint():

@@ -822,6 +822,12 @@ def test_the_bill_of_the_papers_setting():
   assert "2,764,800 searches, 256,000 verdicts" in said
   # 21 evaluations of two banks; a thousand searches cost 1.
   assert "4,200 answers and 37,800 searches. The searches cost 2,802.60" in said
+  assert "the judge costs is not known without judge.prompt_price." in said
+  config.judge.prompt_price, config.judge.completion_price = 0.5, 2.0
+  # Prompts: 260,200 x 600 + 64,000 x (600 + 8,192) + 600 x (600 + 1,500),
+  # replies: 260,200 x 512 + 64,000 x 70 + 600 x 1,024: at most.
+  said = report.plan(config, {"a": range(100)}).caption
+  assert said.endswith("The judge costs about 636.67.")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,11 @@ def command(*flags):
     (["--config=configs/__init__.py"], ["has no get_config()"]),
     (["--mode=show", "--workdir=README.md"], ["README.md"]),
     (["--mode=skills"], ["--bank is missing", "--workdir"]),
+    (
+      ["--mode=serve", "--engine=google", "--config=configs/tiny.py"]
+      + ["--config.search.google.per_second=0"],
+      ["search.google.per_second = 0", "from 0.001 to 10000"],
+    ),
     (["--mode=skills", "--bank=no.jsonl"], ["no.jsonl: no such file"]),
   ],
 )
@@ -224,7 +229,14 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"eval__turns": 0}, "eval.turns = 0"),
     ({"eval__banks": ("none", "none")}, "name each mode once"),
     ({"eval__banks": ()}, "at least one. Choices: none, final"),
-    ({"eval__sets__tiny_eval__size": -1}, "tiny_eval: size = -1"),
+    ({"eval__sets__tiny_eval__size": -1}, "tiny_eval.size = -1"),
+    ({"eval__sets__tiny_eval__path": ""}, "config.eval.sets.tiny_eval.path=F"),
+    (
+      {"pool__fixed__tiny_pool__path": ""},
+      "fixed.tiny_pool.path is empty",
+    ),
+    ({"selfplay": False, "pool__fixed": {}}, "preset fixed_questions or sear"),
+    ({"selfplay": False, "questions": 20}, "there are 8. Lower the one"),
     ({"policy__path": "assets:no/such"}, "assets:no/such is not in the assets"),
     ({"bank__fields": ("desc",)}, "bank.fields = ('desc',)"),
     ({"questions": 1000}, "only 24 seeds"),

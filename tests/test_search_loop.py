@@ -15,7 +15,7 @@ from configs import tiny
 from sesa_jax import loop, metrics, serve, types
 from sesa_jax.data import corpus
 from sesa_jax.search import bm25
-from tests import driver
+from tests import driver, test_loop
 from tests.llm_server import no_certificates
 
 ROOT = Path(__file__).parents[1]
@@ -181,15 +181,25 @@ def test_a_budget_stops_before_the_update_and_can_be_raised(
 ):
   folder, switch = tmp_path / "run", Switch()
   with serving(switch) as url:
-    says = r"search's budget is used up \(8 of 8 searches"
+    says = r"run's budget is used up \(8 of 8 searches"
     with pytest.raises(types.Stopped, match=says):
       run(folder, url, budget__searches=8)
     assert left(folder)[0] == []
-    spent = json.loads((folder / "search_spent.json").read_text())
+    spent = json.loads((folder / "spent.json").read_text())
     assert spent["searches"] == 8
     assert run(folder, url, budget__searches=500) == undisturbed[0]
-  spent = json.loads((folder / "search_spent.json").read_text())
+  spent = json.loads((folder / "spent.json").read_text())
   assert spent["searches"] == switch.asked - 2  # the checks are free
+
+
+def test_each_iteration_takes_its_share_of_the_budget():
+  config, world, state, _ = test_loop.spied()
+  limits = world.texts.library.ledger.limits
+  assert limits == {"searches": None, "cost": None}
+  config.budget.searches, config.budget.cost = 70, 7.0
+  with test_loop.silent() as progress:
+    loop.iteration(state, world, config, progress)
+  assert limits == {"searches": 70, "cost": 7.0}
 
 
 def test_a_run_is_played_again_without_the_server(undisturbed, tmp_path):

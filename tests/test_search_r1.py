@@ -384,7 +384,7 @@ def test_a_budget_stops_cleanly_and_outlives_the_process(tmp_path):
   assert found[:2] == [(passage("b"),), (passage("c"),)]
   assert found[2].kind == "budget"
   assert engine.asked == ["a", "lost", "b", "c"]  # what is lost is free
-  with pytest.raises(types.Stopped, match=r"search's budget.*3 of 3 searches"):
+  with pytest.raises(types.Stopped, match=r"run's budget.*3 of 3 searches"):
     ledger.check()
   again = base.Ledger(searches=4, path=path)
   assert base.Counted(engine, again).search(["e", "f"], 1)[1].kind == "budget"

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -161,6 +162,19 @@ def test_a_client_that_hangs_up_is_no_news(server, capfd):
       raw.sendall(text)
   assert post(server, {"queries": ["x"]})[0] == 200
   assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_ours_is_logged(server, monkeypatch, caplog):
+  def search(queries, k):
+    raise KeyError("a bug")
+
+  monkeypatch.setattr(server.engine, "search", search)
+  with pytest.raises(ConnectionError):
+    post(server, {"queries": ["x"]})
+  deadline = time.monotonic() + 10
+  while not caplog.records and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert "KeyError: 'a bug'" in caplog.text
 
 
 @pytest.mark.parametrize(

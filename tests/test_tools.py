@@ -51,6 +51,41 @@ def test_search_has_the_configs_numbers():
   assert len(set(scores)) == 3
 
 
+def test_processes_share_the_rates_of_a_provider(monkeypatch):
+  opened = []
+  monkeypatch.setattr(
+    tools.engines, "open_search", lambda *args, **more: opened.append(args)
+  )
+  monkeypatch.setattr(tools.distributed, "count", lambda: 4)
+  monkeypatch.setattr(tools.distributed, "index", lambda: 3)
+  for per_day in (None, 1002):
+    config = tiny_config(**{"search.google.per_day": per_day})
+    tools.search(config)
+    assert config.search.google.per_second == 10
+  assert [
+    (args[0]["google"]["per_second"], args[0]["google"]["per_day"])
+    for args in opened
+  ] == [(2.5, None), (2.5, 250)]
+
+
+def test_seeds_that_ask_for_a_tested_answer_are_warned_of(tmp_path, caplog):
+  path = tmp_path / "seeds.txt"
+  path.write_text("Oslo\nThe Kilimanjaro\nBern\n")
+  seeds = {"seeds.source": "list", "seeds.path": str(path)}
+  with caplog.at_level("WARNING"):
+    tools.read(tiny_config(**seeds))
+  assert [record.getMessage() for record in caplog.records] == [
+    "1 of 3 seeds ask for the answer of an evaluation question, such as "
+    "seeds/1: 'The Kilimanjaro'. The questions themselves are never trained "
+    "on."
+  ]
+  caplog.clear()
+  path.write_text("Oslo\nLima\nBern\n")
+  with caplog.at_level("WARNING"):
+    tools.read(tiny_config(**seeds))
+  assert not caplog.records
+
+
 def test_sets_are_drawn_by_the_seed():
   one, two, three = (
     [

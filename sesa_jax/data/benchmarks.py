@@ -155,7 +155,10 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
       f"{path}: reading parquet needs the package pyarrow, which is not among "
       "ours: `pip install pyarrow`, or convert the file to FlashRAG's JSONL."
     ) from None
-  batches = parquet.ParquetFile(path).iter_batches()
+  try:
+    batches = parquet.ParquetFile(path).iter_batches()
+  except ValueError as error:  # pyarrow's own are of this kind
+    raise ValueError(f"{path}: not parquet ({error}).") from None
   rows = itertools.chain.from_iterable(b.to_pylist() for b in batches)
   yield from enumerate(rows, 1)
 

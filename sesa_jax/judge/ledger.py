@@ -63,6 +63,7 @@ class Ledger(remote.Ledger):
     max_tokens: prompt and completion together; None is no limit.
     max_cost: in the price's currency; None is no limit.
     path: a JSON file that holds what was spent; "" keeps nothing.
+    within: the run's ledger, whose limit of cost holds as well.
 
   Raises:
     ValueError: a limit of cost without a price, or the file is damaged.
@@ -75,6 +76,7 @@ class Ledger(remote.Ledger):
     max_tokens: int | None = None,
     max_cost: float | None = None,
     path: str | Path = "",
+    within: remote.Ledger | None = None,
   ):
     if max_cost is not None and price is None:
       raise ValueError(
@@ -83,7 +85,7 @@ class Ledger(remote.Ledger):
       )
     names = [*COUNTS, *(f"failures/{kind}" for kind in KINDS)]
     limits = {"tokens": max_tokens, "cost": max_cost}
-    super().__init__(limits, names, "judge", path)
+    super().__init__(limits, names, "judge", path, within)
     self.price = price
 
   def reserve(self, most: Usage) -> bool:

@@ -30,11 +30,11 @@ Found = tuple[Passage, ...] | SearchFailure
 
 
 class Ledger(remote.Ledger):
-  """Counts searches and what they cost; see `remote.Ledger`.
+  """Counts a run's searches, and money of whatever kind; see `remote.Ledger`.
 
   Args:
-    searches: queries that may reach an engine; None is no limit.
-    cost: in the price's currency; None is no limit.
+    searches: queries that may reach a server; None is no limit.
+    cost: in the prices' currency; None is no limit.
     path: file that holds what was spent; "" keeps nothing.
 
   Raises:
@@ -49,7 +49,7 @@ class Ledger(remote.Ledger):
     path: str | Path = "",
   ):
     limits = {"searches": searches, "cost": cost}
-    super().__init__(limits, COUNTS, "search", path)
+    super().__init__(limits, COUNTS, "run", path)
 
   def drain(self, path: str = "search") -> dict[str, float]:
     """Returns what was counted since the last drain."""
@@ -85,6 +85,7 @@ class Counted:
   Args:
     engine: what is asked.
     ledger: counts and refuses.
+    charged: whether queries use the budget up.
     price: of a thousand queries, in any one currency.
     per_day: queries a day (UTC) at most; None is no limit.
     today: the date, for tests.
@@ -95,16 +96,18 @@ class Counted:
     engine: SearchEngine,
     ledger: remote.Ledger,
     *,
+    charged: bool = True,
     price: float = 0.0,
     per_day: int | None = None,
     today: Callable[[], str] = _today,
   ):
     self._engine, self._ledger = engine, ledger
     self._price, self._per_day, self._today = price / 1000, per_day, today
+    self._charged = charged
 
   def search(self, queries: Sequence[str], k: int) -> list[Found]:
     """See `types.SearchEngine`."""
-    one = {"searches": 1, "cost": self._price}
+    one = {"searches": 1, "cost": self._price} if self._charged else {}
     if self._per_day is not None:
       day = f"on {self._today()}"
       self._ledger.limits[day] = self._per_day
@@ -115,7 +118,7 @@ class Counted:
     found = [
       next(answers)
       if fits
-      else SearchFailure("the call could pass the search's budget", "budget")
+      else SearchFailure("the call could pass the budget", "budget")
       for fits in allowed
     ]
     lost = [a for a in found if isinstance(a, SearchFailure)]

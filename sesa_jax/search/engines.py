@@ -55,7 +55,7 @@ def open_search(
     paths: files and folders of the corpus.
     encoder: loads the encoder of `dense`, and returns what identifies it.
     seed: of the run, for `degrade`.
-    budget: `searches` and `cost`, of servers alone.
+    budget: `searches`, of servers alone, and `cost`.
     spent: the file that holds what was spent; "" keeps nothing.
 
   Returns:
@@ -65,7 +65,7 @@ def open_search(
     ValueError: a value, a file, an index or a key is missing or wrong.
     types.Stopped: no server answers.
   """
-  kind, ledger = spec["engine"], base.Ledger()
+  kind, ledger = spec["engine"], base.Ledger(**budget, path=spent)
   if kind not in ENGINES:
     raise ValueError(
       f"Unknown search.engine {kind!r}. Choices: {', '.join(ENGINES)}."
@@ -75,8 +75,6 @@ def open_search(
       "search.replay_only needs search.cache, the folder to play from."
     )
   replays = spec["replay_only"] and kind in REMOTE
-  if kind in REMOTE and not replays:
-    ledger = base.Ledger(**budget, path=spent)
   if kind in LOCAL:
     engine, passages, digest, described = _local(spec, paths, encoder)
   else:
@@ -88,7 +86,10 @@ def open_search(
   if kind == "google":
     price, per_day = spec["google"]["price"], spec["google"]["per_day"]
   if engine is not None:
-    engine = base.Counted(engine, ledger, price=price, per_day=per_day)
+    charged = kind in REMOTE
+    engine = base.Counted(
+      engine, ledger, charged=charged, price=price, per_day=per_day
+    )
   if spec["cache"]:
     asked = None if spec["replay_only"] else engine
     engine = Cached(asked, spec["cache"], identity, ledger)
