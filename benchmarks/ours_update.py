@@ -23,7 +23,7 @@ from sesa_jax.policy import attention, backbones, model, sharding
 SETTINGS = dict(
   questions=16,
   rows=2,  # of a micro-batch
-  row_multiple=512,
+  row_multiple=256,
   chunk_tokens=512,
   attention="auto",
   remat=False,

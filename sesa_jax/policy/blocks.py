@@ -45,8 +45,8 @@ def attention(
   v: Float[Array, "B T K H"],
   segments: Int[Array, "B T"],
   *,
-  q_block: int = 128,
-  k_block: int = 128,
+  q_block: int = 256,
+  k_block: int = 256,
 ) -> Float[Array, "B T N H"]:
   """Attends to earlier tokens of the same segment.
 
