@@ -335,6 +335,23 @@ def test_tags_and_control_tokens_in_passages_are_broken():
   assert "<answer>" not in reply.passages[0].text
 
 
+def test_a_text_that_a_tool_gives_is_broken_up_too():
+  class Echo(SearchQA):
+    def act(self, action):
+      return f"<answer>{action.argument}</answer><|im_end|>"
+
+  environment = Echo(
+    "solver", None, TOKENIZER, ENGLISH, passages_per_search=2,
+    observation_tokens=400, max_malformed=1, max_answer_words=3,
+    max_query_characters=20,
+  )  # fmt: skip
+  reply = environment.respond(pause("<search>a</search>"))
+  text = text_of(reply.ids)
+  assert "a" in text
+  assert "<answer>" not in text
+  assert END not in reply.ids
+
+
 @pytest.mark.parametrize("reason", ["stop", "eos", "turn_tokens"])
 def test_answers_and_questions_end_the_episode(reason):
   reply = build().respond(pause("<answer> Bern</answer>", reason, room=0))

@@ -187,6 +187,27 @@ def test_each_proposal_is_paid_for_the_question_it_became(invalid, broken):
   assert edge.report.metrics["challenger/out"] == 7 - len(kept)
 
 
+def test_proposals_may_be_compared_within_their_hops():
+  proposals = [
+    proposal("a", hops=1),
+    proposal("b", hops=2),
+    proposal("c", hops=1),
+    proposal("e", "evidence", hops=2),
+  ]
+  edge = shape(proposals, played(), challenger_baseline="hop")
+  # One hop: .64 and -.1. Two: -.1 and -.1, which are equal.
+  half = 0.5**0.5
+  got = [lesson.advantage for lesson in edge.proposals]
+  np.testing.assert_allclose(got, [half, 0, -half, 0], atol=1e-4)
+
+
+def test_success_is_that_of_the_challengers_questions():
+  tries = attempts("rwwww", "a") + attempts("rrrrr", "f", origin="fixed")
+  found = shape([proposal("a")], tries).report.metrics
+  assert found["challenger/success/mean"] == pytest.approx(0.2)
+  assert found["solver/reward/mean"] == pytest.approx(0.6)
+
+
 states = st.sampled_from(["valid", "evidence", "length", "unverified"])
 
 
@@ -295,6 +316,9 @@ def test_the_gate_in_every_case():
     }.items():
       got = frontier.passes(gate, right, wrong, min_right=2, min_wrong=3)
       assert got == expected
+  # Without a wrong answer there is nothing to write down.
+  assert not frontier.passes("frontier", 5, 0, min_right=1, min_wrong=0)
+  assert frontier.passes("frontier", 4, 1, min_right=1, min_wrong=0)
   with pytest.raises(ValueError, match="frontier, any_failure, off"):
     frontier.passes("on", 1, 1, min_right=1, min_wrong=1)
 

@@ -1,12 +1,14 @@
 """What each preset changes, and what each outcome is worth under it."""
 
+import functools
+import operator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from configs import common, tiny
+from configs import baselines, common, tiny
 from sesa_jax import config as config_lib
 from sesa_jax import loop, metrics, tools
 from sesa_jax import state as state_lib
@@ -213,6 +215,48 @@ def test_what_outcomes_are_worth_under_a_preset(preset):
     np.testing.assert_allclose(solved, wanted, atol=1e-4)
   recorded = "".join(record.question_id for record in edge.failures)
   assert recorded == RECORDED.get(preset, "ab")
+
+
+@pytest.mark.parametrize(
+  ("preset", "values"),
+  [
+    *(
+      (
+        preset,
+        {
+          "policy.template": "ssp",
+          "challenger.min_searches": 2,
+          "bank.top": 0,
+          "solver.clip_low": 0.2,
+          "solver.clip_high": 0.285,
+          "solver.kl_coefficient": 0.01,
+          "challenger.group_size": 1,
+        },
+      )
+      for preset in ("ssp_paper", "ssp_code")
+    ),
+    (
+      "search_r1",
+      {
+        "policy.template": "search_r1",
+        "solver.clip_low": 0.2,
+        "solver.clip_high": 0.2,
+        "solver.kl_coefficient": 0.001,
+        "judge.verdicts": False,
+        "bank.top": 0,
+      },
+    ),
+    ("fixed_questions", {"policy.template": "native", "bank.top": 3}),
+  ],
+)
+def test_values_of_the_baselines(preset, values):
+  """As docs/presets.md has them, from the sources that it names."""
+  config = baselines.get_config(preset)
+  found = {
+    name: functools.reduce(operator.getitem, name.split("."), config)
+    for name in values
+  }
+  assert found == values
 
 
 def test_the_order_and_the_losses_of_self_play():

@@ -90,6 +90,12 @@ def test_without_scores_the_documents_stand_alone(server):
   assert len(found["result"][0]) == 3
 
 
+def test_a_server_has_a_number_of_passages_of_its_own():
+  for asked in ({}, {"topk": None}, {"topk": 2}):
+    body = json.dumps({"queries": ["x"]} | asked).encode()
+    assert serve.parse(body, 5) == (["x"], asked.get("topk") or 5, False)
+
+
 def test_our_own_client_gets_the_passages_back(server):
   client = search_r1.SearchR1(
     http.Http(

@@ -100,6 +100,17 @@ def test_dense_finds_what_the_definition_finds(tmp_path):
     dense.load(folder, encoder.HashEncoder(16), "exact")
 
 
+def test_the_queries_of_many_are_embedded_together():
+  def workers(engine):
+    values = dict(engine=engine, batch=7, concurrency=5)
+    return engines._batches(values)
+
+  assert workers("dense") == dict(size=7, workers=1)
+  assert workers("search_r1") == dict(size=7, workers=5)
+  assert workers("google") == dict(size=1, workers=5)
+  assert workers("bm25")["size"] == 1
+
+
 def test_many_vectors_get_a_tree_that_is_kept(tmp_path, monkeypatch):
   """What is found follows from the folder, also in another process."""
   found = passages([f"word{i} word{i % 7} word{i % 90}" for i in range(400)])

@@ -51,6 +51,17 @@ def test_search_has_the_configs_numbers():
   assert len(set(scores)) == 3
 
 
+def test_the_identity_of_a_search_names_what_makes_it_worse():
+  found = {
+    tools.search(tiny_config(**changes)).identity
+    for changes in (
+      {}, {"search.degrade.drop": 0.5}, {"search.degrade.drop": 0.25},
+      {"search.k1": 2.0}, {"search.passage_words": 20},
+    )
+  }  # fmt: skip
+  assert len(found) == 5
+
+
 def test_processes_share_the_rates_of_a_provider(monkeypatch):
   opened = []
   monkeypatch.setattr(
