@@ -16,8 +16,10 @@ Milestones are weights alone, in a folder of their own, and are never deleted.
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import logging as std_logging  # for its levels; absl's are others
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,25 @@ class Checkpoints:
   def milestones(self) -> list[int]:
     """Steps whose weights are kept, in order."""
     return sorted(self._weights.all_steps())
+
+  def check_room(self, trees: Any) -> None:
+    """Refuses what the disk has no room for.
+
+    Before it is begun: Orbax finds out in the middle of a save, on the process
+    that writes, while the others wait for it.
+
+    Raises:
+      OSError: fewer bytes are free than the arrays take.
+    """
+    if "://" in self.folder:
+      return
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
+    free = shutil.disk_usage(self.folder).free
+    if free < needed:
+      raise OSError(
+        errno.ENOSPC,
+        f"{needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free.",
+      )
 
   def save(
     self,

@@ -259,7 +259,8 @@ def check_values(config: Any) -> None:
   validity.check_refill(config.pool.refill)
   for name in ROLES:
     role = config[name]
-    one_of(f"{name}.loss", role.loss, grpo.LOSSES)
+    scaled = role.advantage_std and role.baseline != "none"
+    grpo.check_loss(f"{name}.loss", role.loss, scaled)
     grpo.check_baseline(f"{name}.baseline", role.baseline, role.group_size)
   one_of("policy.compute_dtype", config.policy.compute_dtype, DTYPES)
   one_of("learner.moments", config.learner.moments, DTYPES)

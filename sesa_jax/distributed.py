@@ -19,6 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from sesa_jax import types
+
 _TORCHRUN = ("MASTER_ADDR", "WORLD_SIZE", "RANK")
 
 # What a device's own name holds, and its kind of machine; the first that fits.
@@ -30,6 +32,11 @@ _KINDS = (
   ("H100", "h100"),
   ("H200", "h100"),  # its chip, with more memory
 )
+# Seconds that a process which ends waits for the others to end too; after that,
+# and jax's own 100 without a heartbeat, the others are ended.
+_PATIENCE = 60
+# What ends in one line, and so can be told to other processes.
+_REFUSALS = (OSError, ValueError, types.Stopped)
 # Kinds of machines that a config may have values for.
 MACHINES = (*dict.fromkeys(kind for _, kind in _KINDS), "cpu")
 
@@ -87,7 +94,7 @@ def initialize() -> None:
     return
   arguments = launch(os.environ, _has_tpu())
   if arguments is not None:
-    jax.distributed.initialize(**arguments)
+    jax.distributed.initialize(**arguments, shutdown_timeout_seconds=_PATIENCE)
 
 
 def _has_tpu() -> bool:
@@ -197,18 +204,39 @@ def from_lead(compute: Callable[[], Any]) -> Any:
     compute: without arguments; its value pickles.
 
   Raises:
-    ValueError: `compute` raised it.
+    OSError, ValueError, types.Stopped: `compute` raised it on the lead.
   """
-  found = []
-  if is_lead():
-    try:
-      found = [(compute(), None)]
-    except ValueError as error:
-      found = [(None, error)]
-  value, fault = gather(found)[0]
+  value, fault = gather([_tried(compute)] if is_lead() else [])[0]
   if fault is not None:
     raise fault
   return value
+
+
+def by_all(compute: Callable[[], Any]) -> Any:
+  """Computes something on every process, for itself.
+
+  A collective: for what one host may lack and another have, such as an asset
+  or a key. What one refuses, all refuse.
+
+  Args:
+    compute: without arguments.
+
+  Raises:
+    OSError, ValueError, types.Stopped: `compute` raised it on some process.
+  """
+  value, fault = _tried(compute)
+  for found in gather([fault]):
+    if found is not None:
+      raise found
+  return value
+
+
+def _tried(compute: Callable[[], Any]) -> tuple[Any, Exception | None]:
+  """Returns a value, or the refusal in its place."""
+  try:
+    return compute(), None
+  except _REFUSALS as error:
+    return None, error
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:

@@ -496,7 +496,9 @@ def _update(learner, policy, prepared, progress, state):
     return learner.learn(
       policy,
       prepared,
-      on_batch=lambda rows, tokens: progress.advance(rows, tokens, passes=0),
+      on_batch=lambda episodes, tokens: progress.advance(
+        episodes, tokens, passes=0
+      ),
     )
   except learner_lib.NonFiniteUpdate as error:
     last = (
@@ -616,8 +618,8 @@ def run(
     types.Stopped: the run had to stop and may be resumed.
   """
   distributed.initialize()
-  config_lib.check(config)
-  tools_lib.check_judge(config)
+  distributed.by_all(lambda: config_lib.check(config))
+  distributed.by_all(lambda: tools_lib.check_judge(config))
   values = metrics.plain(config.to_dict())
   reader = metrics.RunFolder(workdir, writes=False)  # makes no folder
 
@@ -635,11 +637,11 @@ def run(
 
   changed, before, parent = distributed.from_lead(look)
   lead = distributed.is_lead()
-  texts = tools_lib.read(config, workdir)
+  texts = distributed.by_all(lambda: tools_lib.read(config, workdir))
   console = rich.console.Console(stderr=True, quiet=not lead)
   console.print(report.plan(config, texts.sets))
-  world = tools_lib.assemble(config, texts, workdir)
-  folder = metrics.RunFolder(workdir, writes=lead)
+  world = distributed.by_all(lambda: tools_lib.assemble(config, texts, workdir))
+  folder = distributed.by_all(lambda: metrics.RunFolder(workdir, writes=lead))
   with contextlib.ExitStack() as stack:
     distributed.from_lead(lambda: stack.enter_context(folder.lock()))
     cells = _go(
@@ -660,24 +662,27 @@ def _go(
   )
   _warn_of_changes(before.get("hashes", {}), world.hashes)
   state = state_lib.begin(config, world, folder, store, parent)
-  if manifest.strict(changed) and distributed.is_lead():
-    manifest.keep_config(folder.path)
-  folder.write_json("config.json", values)
-  folder.write_json(
-    "manifest.json",
-    manifest.build(
-      command=command,
-      config=values,
-      hashes=world.hashes,
-      judge=_judge_name(config, world.tools),
-      parent=start_from or before.get("parent"),
-      before=before,
-    ),
-  )
-  cells = distributed.from_lead(
-    lambda: _cells(folder, state.iteration, changed)
-  )
-  folder.write_json("eval.json", cells)
+
+  def opened():
+    if manifest.strict(changed):
+      manifest.keep_config(folder.path)
+    folder.write_json("config.json", values)
+    folder.write_json(
+      "manifest.json",
+      manifest.build(
+        command=command,
+        config=values,
+        hashes=world.hashes,
+        judge=_judge_name(config, world.tools),
+        parent=start_from or before.get("parent"),
+        before=before,
+      ),
+    )
+    cells = _cells(folder, state.iteration, changed)
+    folder.write_json("eval.json", cells)
+    return cells
+
+  cells = distributed.from_lead(opened)
   left = _passes_left(config, world.texts, state.iteration, cells)
   with metrics.Progress(left) as progress:
     world = _with_progress(world, progress)
@@ -686,14 +691,16 @@ def _go(
         scores = _evaluate(config, world, state, progress)
         _stop_if_unknown(scores, config.lost_limit)
         cells += scores
-        folder.write_json("eval.json", cells)
+        distributed.from_lead(
+          functools.partial(folder.write_json, "eval.json", cells)
+        )
       if state.iteration >= config.iterations:
         break
       state, record = iteration(state, world, config, progress)
       state_lib.check_alike(state)
-      records.write(folder, state.iteration, state.bank, record)
-      if distributed.is_lead():
-        _warn_of_a_collapse(folder.read("metrics.jsonl"), config)
+      distributed.from_lead(
+        functools.partial(_write, folder, state, record, config)
+      )
       state_lib.save(
         store, folder, state, last=state.iteration == config.iterations
       )
@@ -710,7 +717,10 @@ def _judge_name(config, tools) -> str:
   return f"exact match, else {tools.judge.name}"
 
 
-def _warn_of_a_collapse(rows: Sequence[Mapping[str, Any]], config) -> None:
+def _write(folder, state, record, config) -> None:
+  """Writes an iteration, and warns of what looks like a collapse."""
+  records.write(folder, state.iteration, state.bank, record)
+  rows = folder.read("metrics.jsonl")
   for said in records.alarms(rows, **config.alarms):
     logging.warning("Iteration %d: %s", rows[-1]["iteration"], said)
 
@@ -803,7 +813,7 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
     ValueError: bad input, or there is no checkpoint yet.
   """
   distributed.initialize()
-  config_lib.check(config)
+  distributed.by_all(lambda: config_lib.check(config))
   values = metrics.plain(config.to_dict())
   distributed.from_lead(
     lambda: manifest.check_workdir(workdir, values, free=("eval.",))
@@ -814,8 +824,8 @@ def evaluate_checkpoint(config: Any, workdir: str) -> None:
   newest = store.latest()
   if newest is None:
     raise ValueError(f"{workdir} has no checkpoint yet; train first.")
-  texts = tools_lib.read(config, workdir)
-  world = tools_lib.assemble(config, texts)
+  texts = distributed.by_all(lambda: tools_lib.read(config, workdir))
+  world = distributed.by_all(lambda: tools_lib.assemble(config, texts))
   state, _ = state_lib.restore(world, store, newest, config.bank.capacity)
   store.close()
   state_lib.check_contamination(state, texts.sets)

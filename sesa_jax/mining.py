@@ -17,7 +17,7 @@ import rich.console
 from absl import logging
 
 from sesa_jax import config as config_lib
-from sesa_jax import loop, metrics, report, types
+from sesa_jax import distributed, loop, metrics, report, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.data import lines
 from sesa_jax.judge import scoring
@@ -309,21 +309,22 @@ def distill(
     types.Stopped: the model that writes was out of reach, or its budget is
       spent; the same command goes on.
   """
-  _check_out(out)
+  distributed.from_lead(lambda: _check_out(out))
   config_lib.check_distillation(config)
   config = config.copy_and_resolve_references()
   with config.unlocked():  # these are of runs
     config.distillation.admit, config.bank.frozen = True, False
     config.verifier.answerer = "solver"  # no evidence is checked
-  tools_lib.check_judge(config)
-  records, groups = read(episodes)
-  encoder = tools_lib.load_encoder(config.encoder)
-  held = _bank(bank, config, encoder)
+  distributed.by_all(lambda: tools_lib.check_judge(config))
+  # The lead reads and writes the files, and asks the model; all compute.
+  records, groups = distributed.from_lead(lambda: read(episodes))
+  encoder = distributed.by_all(lambda: tools_lib.load_encoder(config.encoder))
+  held = distributed.by_all(lambda: _bank(bank, config, encoder))
   judge = tools_lib.judge(config, f"{out.removesuffix('.jsonl')}_judge")
   if judge is not None and config.judge.verdicts:
     groups = _graded(groups, judge, config.lost_limit)
   records += failures(groups, config, lambda text: len(text.split()))
-  tested = tools_lib.set_texts(config)
+  tested = distributed.by_all(lambda: tools_lib.set_texts(config))
   queue = tuple(r for r in records if question_key(r.question) not in tested)
   if len(queue) < len(records):
     logging.info(
@@ -366,7 +367,7 @@ def distill(
     )
     rows += found.rows
     if judge is not None:
-      judge.chat.ledger.check()
+      distributed.from_lead(judge.chat.ledger.check)
     if len(after) == len(queue):
       raise types.Stopped(
         f"None of {len(cases)} skills could be written: "
@@ -374,9 +375,13 @@ def distill(
         "answered is kept."
       )
     queue = after
-  Path(out).parent.mkdir(parents=True, exist_ok=True)
-  skill_bank.save_jsonl(held, out)
-  console = rich.console.Console()
+
+  def save():
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    skill_bank.save_jsonl(held, out)
+
+  distributed.from_lead(save)
+  console = rich.console.Console(quiet=not distributed.is_lead())
   console.print(report.distilled(rows))
   console.print(
     f"{_admitted(rows)} skills from {len(records)} failures, "
@@ -405,7 +410,7 @@ def _graded(groups, judge, limit: float) -> list[list[types.Attempt]]:
     for group in graded
     for a in group
   )
-  judge.chat.ledger.check()
+  distributed.from_lead(judge.chat.ledger.check)
   if lost > limit * len(left):
     raise types.Stopped(
       f"{lost} of {len(left)} verdicts of the judge stayed unknown, more than "
@@ -429,10 +434,12 @@ def _admitted(rows) -> int:
 def _writer(config, judge):
   distiller = tools_lib.distiller(config, judge)
   if distiller is not None:
-    return distiller.distill_all
+    return lambda cases: distributed.from_lead(
+      lambda: distiller.distill_all(cases)
+    )
   # The policy itself: its engine, and nothing to search.
   nothing = tools_lib.Texts(engines.nothing(), (), (), {})
-  world = tools_lib.assemble(config, nothing)
+  world = distributed.by_all(lambda: tools_lib.assemble(config, nothing))
   return lambda cases: loop.write_skills(
     cases, world.references["solver"], world, config, 0
   )
@@ -463,8 +470,9 @@ def mine(
     types.Stopped: the run had to stop, see `loop.run`.
   """
   out = out or str(Path(workdir) / "mined.jsonl")
-  _check_out(out)
-  tools_lib.check_judge(config)
+  distributed.initialize()
+  distributed.from_lead(lambda: _check_out(out))
+  distributed.by_all(lambda: tools_lib.check_judge(config))
   early = config.copy_and_resolve_references()
   with early.unlocked():
     early.iterations = config.mine.iterations

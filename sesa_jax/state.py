@@ -69,9 +69,13 @@ def begin(config, world, folder, store, parent) -> State:
       f"iterations = {config.iterations}, but {state.iteration} are finished. "
       "Name as many, or more to go on."
     )
-  distributed.from_lead(lambda: folder.truncate(files))
-  folder.append("skills_history.jsonl", events)
-  folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
+
+  def opened():
+    folder.truncate(files)
+    folder.append("skills_history.jsonl", events)
+    folder.write_lines("skills.jsonl", skill_bank.rows(state.bank))
+
+  distributed.from_lead(opened)
   return state
 
 
@@ -220,6 +224,11 @@ def _save(store, folder, state, arrays, records, last) -> None:
   policies = {"challenger": state.challenger, "solver": state.solver}
   if state.challenger is state.solver:
     policies = {SHARED: state.solver}
+
+  def ready():
+    store.check_room(policies)
+    return folder.lengths()
+
   store.save(
     state.iteration,
     trees=policies,
@@ -231,7 +240,7 @@ def _save(store, folder, state, arrays, records, last) -> None:
       position=state.position,
     ),
     arrays={"bank": arrays},
-    files=distributed.from_lead(folder.lengths),
+    files=distributed.from_lead(ready),
     milestone={name: policy.params for name, policy in policies.items()},
     last=last,
   )

@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 from sesa_jax import costs
-from sesa_jax.policy import attention, backbones, model
+from sesa_jax.learner import learner as learning
+from sesa_jax.policy import attention, backbones, model, sharding
+from tests import test_learner
 
 # Weights as the hub states them for each model, in its safetensors header.
 PUBLISHED = {
@@ -142,6 +144,29 @@ def test_a_layers_gradient_is_what_the_compiler_counts(remat):
   assert counted.total - counted.head == pytest.approx(found, rel=0.02)
   # Chunk by chunk: forward, again, and for the inputs and the weights.
   assert counted.head == 4 * 2 * 77 * BACKBONE.dim * BACKBONE.vocab_size
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_an_updates_gradient_is_what_its_own_program_counts(remat):
+  """The learner's, where each loop runs once: one layer, all ids one chunk."""
+  taught = learning.Learner(
+    model.build(BACKBONE),
+    sharding.mesh(1, 1),
+    **test_learner.SETTINGS
+    | dict(microbatch_rows=ROWS, chunk_tokens=ROWS * TOKENS, remat=remat),
+  )
+  arguments = taught.arguments(TOKENS)["accumulate"]
+  program = taught.programs.accumulate.lower(*arguments).compile()
+  counted = costs.gradient(
+    BACKBONE,
+    ROWS * TOKENS,
+    SQUARE,
+    ROWS * TOKENS,
+    remat=remat,
+    attention="xla",
+  )
+  found = program.cost_analysis()["flops"]
+  assert counted.total == pytest.approx(found, rel=0.1)
 
 
 def test_a_part_has_the_compilers_count_each():

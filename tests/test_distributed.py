@@ -22,6 +22,7 @@ def test_one_process_is_a_no_op():
   assert (distributed.index(), distributed.count()) == (0, 1)
   assert distributed.is_lead()
   assert distributed.gather([{"a": 1}, 2]) == [{"a": 1}, 2]
+  assert distributed.by_all(lambda: 3) == 3
   assert distributed.host_cpu().platform == "cpu"
 
 
@@ -111,6 +112,27 @@ gathered = distributed.gather(mine)
 led = distributed.from_lead(lambda: [me, 1 // (me == 0)])
 none = distributed.gather([] if me else [np.float32(0.1), types.Verdict.RIGHT])
 
+def outcome(collective, error, *who):
+  def compute():
+    if me in who:
+      raise error
+    return me
+  try:
+    return collective(compute)
+  except (OSError, ValueError, types.Stopped) as error:
+    return repr(error)
+
+full = OSError(28, "No space left on device", "folder/file")
+bad = ValueError("bad")
+refused = [
+  outcome(distributed.from_lead, full, 0),
+  outcome(distributed.from_lead, types.Stopped("spent"), 0),
+  outcome(distributed.from_lead, bad, 1),
+  outcome(distributed.by_all, full, 1),
+  outcome(distributed.by_all, bad, 0, 1),
+  outcome(distributed.by_all, bad),
+]
+
 def on(devices, shape, names, *spec):
   grid, auto = np.reshape(devices, shape), (AxisType.Auto,) * len(shape)
   mesh = Mesh(grid, names, axis_types=auto)
@@ -132,7 +154,7 @@ print("SAID", json.dumps(dict(
   processes=[row["process"] for row in gathered],
   lengths=[len(row["text"]) for row in gathered],
   whole=distributed.gather(distributed.share(list(range(5)))),
-  none=[repr(x) for x in none], led=led,
+  none=[repr(x) for x in none], led=led, refused=refused,
   cpu=distributed.host_cpu().process_index, copies=copies,
 )))
 """
@@ -177,5 +199,11 @@ def test_two_processes_over_gloo():
     assert one["whole"] == [0, 1, 2, 3, 4]
     assert one["none"] == ["np.float32(0.1)", "<Verdict.RIGHT: 'right'>"]
     assert one["led"] == [0, 1]  # the other process did not even compute it
+    # What one refuses all do; only what the lead computes is the lead's.
+    full = "OSError(28, 'No space left on device')"
+    assert one["refused"] == [
+      *(full, "Stopped('spent')", 0),
+      *(full, "ValueError('bad')", me),
+    ]
     # In the order of the rollout's mesh, and in another.
     assert one["copies"] == [[True, True], [True, True]]

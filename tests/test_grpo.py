@@ -117,6 +117,14 @@ def test_a_group_of_one_is_no_baseline():
     grpo.check_baseline("challenger.baseline", "group", 1)
 
 
+def test_dr_grpo_divides_by_no_standard_deviation():
+  grpo.check_loss("solver.loss", "dr_grpo", scaled=False)
+  for name in set(grpo.LOSSES) - {"dr_grpo"}:
+    grpo.check_loss("solver.loss", name, scaled=True)
+  with pytest.raises(ValueError, match="solver.loss 'dr_grpo'.*= False, or"):
+    grpo.check_loss("solver.loss", "dr_grpo", scaled=True)
+
+
 # --- the loss ---------------------------------------------------------------
 
 PER_TOKEN = ("new", "old", "engine", "reference", "entropy")

@@ -10,6 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from flax import traverse_util
+
+from configs import common
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,6 +123,27 @@ def test_only_distributed_knows_of_processes():
 def test_every_level_exists():
   names = {part(path) for path in modules()} - {"__init__"}
   assert names == set(LEVEL)
+
+
+def test_the_method_names_tests_and_functions_that_there_are():
+  page = (ROOT / "docs" / "method.md").read_text("utf-8")
+  fields = traverse_util.flatten_dict(common.get_config().to_dict(), sep=".")
+  found, name = 0, ""
+  for file, test in re.findall(r"`(\w*)::(\w+)`", page):
+    name = file or name
+    if name != "FILE":
+      text = (ROOT / "tests" / f"test_{name}.py").read_text("utf-8")
+      assert f"def test_{test}(" in text, f"{name}::{test}"
+      found += 1
+  assert found > 50
+  for module, function in re.findall(r"`([a-z_/]+)\.(\w+)`", page):
+    if f"{module}.{function}" in fields or function in ("jsonl", "py"):
+      continue
+    files = (ROOT / "sesa_jax").rglob(f"{module}.py")
+    texts = [file.read_text("utf-8") for file in files]
+    defined = rf"(?m)^(?:  def|def|class) {function}\b|^{function}\b.*="
+    known = any(re.search(defined, text) for text in texts)
+    assert known, f"{module}.{function}"
 
 
 def test_nothing_of_one_machine_is_tracked():

@@ -450,18 +450,17 @@ def test_what_no_update_could_use_is_refused():
 
 
 def test_every_micro_batch_is_reported(params, reference):
-  """Rows that only fill a batch do not count as episodes."""
-  learner = make(microbatch_rows=4)
+  """Episodes, of which a row holds two; what only fills a batch is none."""
+  learner = make(microbatch_rows=2, row_multiple=64)
   taught, seen = lessons(3, 3), []
   _, metrics = learner.update(
     learner.init(params),
     reference,
     taught,
     temperature=1.0,
-    on_batch=lambda rows, tokens: seen.append((rows, tokens)),
+    on_batch=lambda episodes, tokens: seen.append((episodes, tokens)),
   )
-  assert sum(rows for rows, _ in seen) == 9
-  assert max(rows for rows, _ in seen) == 4
+  assert [episodes for episodes, _ in seen] == [4, 4, 1]
   assert sum(tokens for _, tokens in seen) == metrics["tokens"]
   assert metrics["tokens"] == sum(t.episode.mask.sum() for t in taught)
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -1126,6 +1127,22 @@ def test_a_disk_that_is_full_stops_the_run(finished, monkeypatch):
   with (
     driver.playing_the_script(),
     pytest.raises(types.Stopped, match="iteration 4 could not be written.*RES"),
+  ):
+    loop.run(config, str(folder))
+
+
+def test_a_checkpoint_without_room_is_not_begun(finished, monkeypatch):
+  """Before Orbax: of several processes, all but one would wait in it."""
+  folder, config = finished
+  config.iterations = 4
+  monkeypatch.setattr(
+    loop.checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=9)
+  )
+  monkeypatch.setattr(loop.checkpoint.Checkpoints, "save", None)
+  said = r"iteration 4 could not be written.* 0\.\d\d GB are needed, 0.00 GB"
+  with (
+    driver.playing_the_script(),
+    pytest.raises(types.Stopped, match=said),
   ):
     loop.run(config, str(folder))
 

@@ -176,6 +176,7 @@ def refused(tmp_path, monkeypatch, **changes):
     ({"challenger__baseline": "group"}, "baseline"),
     ({"solver__baseline": "x"}, "Choices: group, batch, hop, none"),
     ({"challenger__loss": "ppo"}, "challenger.loss 'ppo'. Choices: grpo"),
+    ({"solver__loss": "dr_grpo"}, "solver.loss 'dr_grpo' with advantages"),
     ({"learner__moments": "int8"}, "Choices: float32, bfloat16"),
     ({"solver__loss_scale": 0.0}, "solver.loss_scale = 0.0"),
     ({"alarms__malformed": 1.5}, "alarms.malformed = 1.5"),

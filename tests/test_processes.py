@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import types as namespaces
 from pathlib import Path
 
@@ -283,6 +284,42 @@ def test_a_run_of_two_processes_is_the_run_of_one(tmp_path):
     for folder in (one, two)
   ]
   assert played[0] == played[1]
+
+
+@pytest.mark.slow
+def test_two_processes_mine_what_one_does(tmp_path):
+  """The lead alone writes skills and tells of them; no other overtakes it."""
+  mode = "--mode=mine", "--config.mine.iterations=1"
+  said = run([*driven(tmp_path / "two", 9), *mode])
+  assert [out.count("skills from") for _, out in said] == [1, 0]
+  one = subprocess.run(
+    [*driven(tmp_path / "one", 9), *mode],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    timeout=240,
+  )
+  assert one.returncode == 0, one.stderr
+  one, two = (
+    (tmp_path / name / "mined.jsonl").read_bytes() for name in ("one", "two")
+  )
+  assert one == two
+  assert b'"mined"' in two
+  # Before anything is played a second time.
+  for code, out in run([*driven(tmp_path / "two", 9), *mode], fails=True):
+    assert code == 2
+    assert "mined.jsonl exists" in out
+
+
+@pytest.mark.slow
+def test_a_file_that_the_lead_cannot_write_ends_all(tmp_path):
+  (tmp_path / "config.json.tmp").mkdir()
+  began = time.monotonic()
+  for code, said in run(driven(tmp_path, 1), fails=True):
+    assert code == 2
+    assert "error: Is a directory: " in said
+    assert "Traceback" not in said
+  assert time.monotonic() - began < 120  # of which most is the start
 
 
 @pytest.mark.slow

@@ -60,6 +60,26 @@ def one_of(field: str, value: str, choices: Collection[str]) -> str:
   return value
 
 
+def check_loss(field: str, loss: str, scaled: bool) -> None:
+  """Refuses a loss that would not be what its name says.
+
+  Args:
+    field: that names it, for the message.
+    loss: its name.
+    scaled: advantages are divided by their standard deviation.
+
+  Raises:
+    ValueError: the name is unknown, or Dr. GRPO's advantages are scaled.
+  """
+  one_of(field, loss, LOSSES)
+  if loss == "dr_grpo" and scaled:
+    raise ValueError(
+      f"{field} 'dr_grpo' with advantages that are divided by their standard "
+      "deviation: Dr. GRPO leaves both divisors out. Set advantage_std = "
+      "False, or choose 'grpo' or 'dapo'."
+    )
+
+
 def check_baseline(field: str, baseline: str, group_size: int) -> None:
   """Refuses a baseline that teaches nothing.
 

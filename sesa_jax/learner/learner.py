@@ -561,8 +561,9 @@ class Learner:
         )
         if on_batch is not None:  # the display waits for the device
           jax.block_until_ready(sums)
-          rows = int(np.sum(np.any(batch.segments, axis=1)))
-          on_batch(rows, int(np.sum(batch.mask)))
+          # Episodes are numbered from 1 in each row.
+          episodes = int(np.sum(np.max(batch.segments, axis=1)))
+          on_batch(episodes, int(np.sum(batch.mask)))
       policy = move(policy, run.working)
       policy, outcome = run.apply(policy, gradient, sums, rates)
       policy = move(policy, run.policy)
