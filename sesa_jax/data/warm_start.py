@@ -29,12 +29,13 @@ TOP = 2  # passages a search
 Block = Callable[[Sequence[Skill]], str]  # renders skills for a prompt
 
 # Shares of plays.
-_ROLES = {"solver": 0.6, "challenger": 0.22, "evidence": 0.18}
+_ROLES = {"solver": 0.54, "challenger": 0.2, "evidence": 0.26}
 _HOPS = {1: 0.45, 2: 0.55}
 _SHOWN = {"none": 0.35, "followed": 0.35, "useless": 0.2, "placebo": 0.1}
 _NAME_ALONE = 0.2  # of first queries that follow no skill
 _MISSPELT = 0.04  # of first queries: nothing is found, and it is tried again
 _STRAY = 0.1  # of plays with a skill, that do not follow it
+_LOOKS_ON = 0.25  # of posed questions: after namesakes
 _SLIP = 0.1  # of posed questions that leave out what tells namesakes apart
 
 
@@ -48,7 +49,7 @@ class Play:
   passages: tuple[Passage, ...] = ()  # that its searches found
   question: str = ""
   targets: tuple[str, ...] = ()
-  between: str = ""  # of a posed question: who stands between its hops
+  quote: str = ""  # of a posed question: what its passages say, to the answer
 
   def row(self) -> dict:
     """Returns it as a line of JSON, for `--mode=sft`."""
@@ -265,7 +266,7 @@ def pose(
   if thing is None:
     return None
   told = list(thing.told)
-  if rng.random() < 0.5:
+  if rng.random() < _LOOKS_ON:
     for passage in turns.search(thing.name):
       other = world.about.get(passage.id)
       if isinstance(other, Thing) and other.name == thing.name:
@@ -287,8 +288,28 @@ def pose(
     tuple(turns.passages),
     question,
     targets,
-    thing.maker if hops == 2 else "",
+    _quote(turns.passages, hops, world, thing, value, target),
   )
+
+
+def _quote(passages, hops, world, thing, value, target) -> str:
+  """What articles say up to the answer, each from its title on.
+
+  A small model finds an article by writing its title, and copies on from there.
+  """
+
+  def upto(about, found):
+    passage = next(p for p in passages if world.about.get(p.id) is about)
+    before, name, _ = passage.text.partition(found)
+    return f"{passage.title}) {before}{name}"
+
+  said = upto(thing, value)
+  if hops == 2:
+    person = world.people[thing.maker]
+    says = next(p.text for p in passages if world.about.get(p.id) is person)
+    named = target if target in says else world.towns[target]
+    said += f" {upto(person, named)}"
+  return said
 
 
 def evidence(
@@ -307,10 +328,10 @@ def evidence(
   kept = int(rng.integers(0, len(rest) + 1))
   while kept and count(prompts.bare(shown(kept))) > room:
     kept -= 1
-  turns = _Turns(None).end("answer", posed.targets[0], posed.between)
-  return Play(
-    posed.id.replace("challenger", "evidence"), prompts.bare(shown(kept)), turns
-  )
+  turns = _Turns(None).end("answer", posed.quote.split()[-1], posed.quote)
+  name = posed.id.replace("challenger", "evidence")
+  prompt = prompts.bare(shown(kept))
+  return Play(name, prompt, turns, (), posed.question, posed.targets)
 
 
 # --- all of it -------------------------------------------------------------
@@ -324,7 +345,7 @@ def plays(
   block: Block,
   tokens: Callable[[str], int],
   hops: Sequence[int] = (1, 2),
-  room: int = 264,
+  room: int = 224,
   worlds: int = 6,
 ) -> Iterator[tuple[World, Play]]:
   """Yields plays of all roles, names as they are in worlds of their own.
