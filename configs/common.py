@@ -157,7 +157,7 @@ def get_config() -> ConfigDict:
       challenger=challenger,
       solver=solver,
       policy=dict(
-        source="hf",  # "hf": a folder; "gguf": a file; "random": tiny tests
+        source="hf",  # "hf": a folder; "gguf": a file; "random": drawn
         path="",  # "assets:NAME/..." is looked up in the assets folder
         template="native",  # the backbone's own; or "search_r1", "ssp", "bare"
         shared=False,  # one policy, two prompts: SSP
@@ -285,6 +285,23 @@ def get_config() -> ConfigDict:
         completion_price=placeholder(float),
         cached_prompt_price=placeholder(float),
         cache="",  # folder of answers; "" is judge_cache in the run's
+      ),
+      sft=dict(  # --mode=sft: supervised fine-tuning, all of it ours
+        steps=0,  # 0: as many as `epochs` take
+        epochs=1,
+        batch_tokens=65_536,  # of a step, prompts and padding included
+        max_tokens=0,  # of an episode; 0: of the longest that may be played
+        too_long="skip",  # or "refuse"
+        arms=("solver",),  # of saved episodes
+        only_right=True,  # of those
+        optimizer="adamw",  # or "muon"
+        learning_rate=1e-5,
+        warmup_steps=10,
+        decay=0.1,  # share of the steps, at the end
+        validation=0.02,  # share of the episodes
+        log_every=10,  # steps
+        validate_every=100,
+        checkpoint_every=500,
       ),
       mine=dict(  # --mode=mine: skills from early self-play, frozen bank
         iterations=10,

@@ -22,7 +22,7 @@ from sesa_jax import distributed, environment, prompts, worlds
 from sesa_jax.engine import decode
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.language import LANGUAGES
-from sesa_jax.learner import grpo, packing
+from sesa_jax.learner import grpo, packing, supervised
 from sesa_jax.policy import attention, model, sharding, weights
 from sesa_jax.retrieval import index
 from sesa_jax.search import engines
@@ -42,6 +42,7 @@ DTYPES = ("float32", "bfloat16")
 ATTENTIONS = ("auto", *attention.KINDS)
 OLD_LOGPROBS = ("start", "turn")
 CACHES = ("paged", "contiguous")
+TOO_LONG = ("skip", "refuse")
 ENVIRONMENTS = {"search_qa": environment.SearchQA}
 
 
@@ -272,6 +273,10 @@ def check_values(config: Any) -> None:
     )
   one_of("policy.attention", config.policy.attention, ATTENTIONS)
   one_of("engine.cache", config.engine.cache, CACHES)
+  one_of("sft.optimizer", config.sft.optimizer, supervised.OPTIMIZERS)
+  one_of("sft.too_long", config.sft.too_long, TOO_LONG)
+  for arm in config.sft.arms:
+    one_of("sft.arms", arm, (*ROLES, "control"))
 
 
 def check_distillation(config: Any) -> None:
@@ -474,6 +479,17 @@ _RANGES = {
   "judge.prompt_price": (0, None),
   "judge.completion_price": (0, None),
   "judge.cached_prompt_price": (0, None),
+  "sft.steps": (0, None),
+  "sft.epochs": (1, None),
+  "sft.batch_tokens": (2, None),
+  "sft.max_tokens": (0, None),
+  "sft.learning_rate": (0, 1),
+  "sft.warmup_steps": (0, None),
+  "sft.decay": (0, 1),
+  "sft.validation": (0, 0.9),
+  "sft.log_every": (1, None),
+  "sft.validate_every": (1, None),
+  "sft.checkpoint_every": (1, None),
   "mine.iterations": (1, None),
   "mine.skills": (1, None),
   "distillation.tokens": (1, None),

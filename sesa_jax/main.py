@@ -69,8 +69,9 @@ _POLICY = flags.DEFINE_string("policy", None, "export: challenger or solver.")
 _OUT = flags.DEFINE_string(
   "out",
   None,
-  "export: the folder to make. skills: a .jsonl file to write the bank to, or "
-  "a folder for SKILL.md folders. distill, mine: the .jsonl file of skills.",
+  "export, sft: the folder to make. skills: a .jsonl file to write the bank "
+  "to, or a folder for SKILL.md folders. distill, mine: the .jsonl file of "
+  "skills.",
 )
 _DTYPE = flags.DEFINE_string("dtype", "float32", "export: or bfloat16.")
 
@@ -91,7 +92,8 @@ _EPISODES = flags.DEFINE_list(
   "episodes",
   None,
   "distill: runs' folders, their episode files or failures.jsonl, or JSONL "
-  "files of another agent, divided by commas.",
+  "files of another agent, divided by commas. sft: JSONL files of segments or "
+  "chats, or of runs.",
 )
 _TARGET = flags.DEFINE_string(
   "target", "here", "plan: v5e:4x4, v5p:2x2x1, v6e:4x4, ..., a100:8 or here."
@@ -198,6 +200,19 @@ def distill() -> None:
   )
 
 
+def sft() -> None:
+  """Tunes a policy on episodes, by next-token loss on its own tokens."""
+  from sesa_jax import sft as sft_lib
+
+  sft_lib.run(
+    _for_this_machine(),
+    _need(_WORKDIR.value, "workdir"),
+    _need(_EPISODES.value, "episodes"),
+    out=_OUT.value,
+    command=[os.path.basename(sys.argv[0]), *sys.argv[1:]],
+  )
+
+
 def mine() -> None:
   """Mines skills by early self-play with a frozen bank."""
   from sesa_jax import mining
@@ -271,6 +286,7 @@ MODES: dict[str, Callable[[], int | None]] = {
   "skills": skills,
   "distill": distill,
   "mine": mine,
+  "sft": sft,
   "index": index,
   "serve": serve,
 }

@@ -8,7 +8,7 @@ skills (arXiv 2607.29468).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import rich.console
 from absl import logging
 
 from sesa_jax import config as config_lib
-from sesa_jax import distributed, loop, metrics, report, types
+from sesa_jax import distributed, loop, report, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.data import lines
 from sesa_jax.judge import scoring
@@ -64,8 +64,8 @@ def read(
   """
   records: list[types.FailureRecord] = []
   groups: dict[tuple[str, Any, str], list[types.Attempt]] = {}
-  for path in _files(paths):
-    for where, row in _rows(path):
+  for path in lines.files(paths, instead="failures.jsonl"):
+    for where, row in lines.objects(path):
       if "passages_seen" in row:
         records.append(_of_a_run(distillation.from_json, row, where))
       elif "arm" in row:
@@ -79,32 +79,6 @@ def read(
         group = groups.setdefault((str(path), 0, name), [])
         group.append(_told(row, name, len(group)))
   return records, list(groups.values())
-
-
-def _files(paths: Sequence[str]) -> Iterator[Path]:
-  for name in paths:
-    path = Path(name)
-    if path.is_dir():
-      failures = path / "failures.jsonl"
-      found = [failures] if failures.is_file() else metrics.episode_files(path)
-      if not found:
-        raise ValueError(f"--episodes={name}: a folder without episodes.")
-      yield from found
-    elif path.is_file():
-      yield path
-    else:
-      raise ValueError(f"--episodes={name}: there is no such file or folder.")
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-  if path.suffix == ".zst":
-    for number, row in enumerate(metrics.read_episodes(path), 1):
-      yield f"{path}, line {number}", row
-    return
-  for where, row in lines.rows(path):
-    if not isinstance(row, dict):
-      raise ValueError(f"{where} holds no JSON object.")
-    yield where, row
 
 
 def _of_a_run(parse: Callable[[Any], Any], row: Any, where: str) -> Any:

@@ -208,7 +208,7 @@ def _search_values(config: Any) -> tuple:
 def _digest_encoder(spec: Any) -> str:
   if _HASH.fullmatch(spec.path):
     return spec.path
-  return _digest(config_lib.locate(spec.path))
+  return digest(config_lib.locate(spec.path))
 
 
 def read(config: Any, workdir: str = "") -> Texts:
@@ -428,13 +428,13 @@ def assemble(
     **_assets(config),
     "corpus": texts.library.digest,
     "index": _digest_of([texts.library.digest, texts.library.identity]),
-    "weights": _digest(config_lib.locate(config.policy.path)),
+    "weights": digest(config_lib.locate(config.policy.path)),
     **{
-      f"weights/{role}": _digest(config_lib.locate(config[role].path))
+      f"weights/{role}": digest(config_lib.locate(config[role].path))
       for role in config_lib.ROLES
       if config[role].path
     },
-    "encoder": _digest(config_lib.locate(config.encoder.path)),
+    "encoder": digest(config_lib.locate(config.encoder.path)),
     "questions": _digest_of([texts.seeds, texts.fixed, dict(texts.sets)]),
     "judge": _digest_of([verdicts.digest(), distiller_lib.digest()]),
   }
@@ -627,7 +627,7 @@ def _assets(config: Any) -> dict[str, str]:
   }
 
 
-def _digest(path: str) -> str:
+def digest(path: str) -> str:
   """SHA-256 of a file, or of the names and sizes of a folder's files."""
   if not path or not Path(path).exists():
     return "none"

@@ -21,6 +21,7 @@ PLACES = {
   "update": ("sesa_jax.loop", "_update"),
   "distillation": ("sesa_jax.stages.distillation", "land"),
   "writing": ("sesa_jax.state", "save"),
+  "sft": ("sesa_jax.sft", "_save"),
   "checkpoint": ("sesa_jax.checkpoint", "_tree_saves"),
 }
 

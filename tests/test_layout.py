@@ -20,7 +20,7 @@ LEVELS = (
   "main",
   "plan",
   "selftest",
-  "mining check",
+  "mining check sft",
   "loop",
   "state",
   "report",
@@ -49,7 +49,7 @@ LEVEL = {
   name: number for number, line in enumerate(LEVELS) for name in line.split()
 }
 # The only ones that see a ConfigDict.
-CONFIGURED = {"main", "plan", "mining", "loop", "state", "report"} | {
+CONFIGURED = {"main", "plan", "mining", "sft", "loop", "state", "report"} | {
   "check",
   "evaluation",
   "tools",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from sesa_jax import metrics
 
 
 def numbered(path: Path) -> Iterator[tuple[int, str]]:
@@ -44,3 +46,43 @@ def rows(path: Path) -> Iterator[tuple[str, Any]]:
     except ValueError as error:
       raise ValueError(f"{where} is not JSON ({error}).") from error
     yield where, row
+
+
+def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields the objects of a JSONL file, or of a run's compressed episodes.
+
+  Raises:
+    ValueError: a line holds something else; names file and line.
+  """
+  if path.suffix == ".zst":
+    for number, row in enumerate(metrics.read_episodes(path), 1):
+      yield f"{path}, line {number}", row
+    return
+  for where, row in rows(path):
+    if not isinstance(row, dict):
+      raise ValueError(f"{where} holds no JSON object.")
+    yield where, row
+
+
+def files(names: Sequence[str], instead: str = "") -> Iterator[Path]:
+  """Yields the files that --episodes names.
+
+  Args:
+    names: of files, and of runs' folders, which stand for their episodes.
+    instead: a file that stands for them, where a run has it.
+
+  Raises:
+    ValueError: a name is neither, or a folder has no episodes.
+  """
+  for name in names:
+    path = Path(name)
+    if path.is_dir():
+      whole = path / instead
+      found = [whole] if whole.is_file() else metrics.episode_files(path)
+      if not found:
+        raise ValueError(f"--episodes={name}: a folder without episodes.")
+      yield from found
+    elif path.is_file():
+      yield path
+    else:
+      raise ValueError(f"--episodes={name}: there is no such file or folder.")

@@ -4,6 +4,7 @@ Three programs, compiled once for each length of row and shared by learners
 that differ in rates only: `score` (logprobs of old weights and of the
 reference), `accumulate` (adds a micro-batch's gradient) and `apply` (divides
 once, clips, steps). State is donated and stays where `policy.sharding` puts it.
+Where episodes are imitated `imitate` stands in the place of `accumulate`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sesa_jax import distributed, types
-from sesa_jax.learner import grpo, logprobs, packing
+from sesa_jax.learner import grpo, logprobs, packing, supervised
 from sesa_jax.policy import attention, model, sharding
 
 MAX_SKIPPED = 3  # updates in a row
@@ -32,9 +33,9 @@ class NonFiniteUpdate(FloatingPointError):
 
 
 class OptState(NamedTuple):
-  """Adam's moments, and what must survive a restart beside them."""
+  """Moments, and what must survive a restart beside them."""
 
-  adam: Any
+  adam: Any  # or Muon's, see `supervised.OPTIMIZERS`
   skipped: Any  # int32 [], updates skipped in a row
 
 
@@ -71,6 +72,7 @@ class Recipe:
   moments: str
   weight_decay: float
   gradient_clip: float
+  optimizer: str
 
 
 class Programs(NamedTuple):
@@ -80,6 +82,7 @@ class Programs(NamedTuple):
   score: Callable  # params, batch, temperature -> logprobs [B, T]
   zeros: Callable  # params -> gradient, Sums
   accumulate: Callable
+  imitate: Callable
   apply: Callable
   policy: types.Policy  # of shardings, between updates
   working: types.Policy  # of shardings, in `apply`
@@ -91,8 +94,8 @@ class Programs(NamedTuple):
 def programs(recipe: Recipe) -> Programs:
   """Returns the programs of a recipe. Compilation waits for the first call."""
   tx = optax.chain(
-    optax.scale_by_adam(
-      recipe.adam_b1, recipe.adam_b2, recipe.adam_eps, mu_dtype=recipe.moments
+    supervised.OPTIMIZERS[recipe.optimizer](
+      recipe.adam_b1, recipe.adam_b2, recipe.adam_eps, recipe.moments
     ),
     optax.add_decayed_weights(recipe.weight_decay, mask=decayed),
   )
@@ -177,6 +180,17 @@ def programs(recipe: Recipe) -> Programs:
     gradient = jax.tree.map(jnp.add, gradient, new)
     return gradient, grpo.add_sums(sums, found)
 
+  def imitate(gradient, sums, weights, batch):
+    def loss(weights):
+      found = supervised.next_token_loss(
+        forward(weights, batch, 1.0)[0], batch.weights, batch.shares
+      )
+      return found.loss, found
+
+    new, found = jax.grad(loss, has_aux=True)(weights)
+    gradient = jax.tree.map(jnp.add, gradient, new)
+    return gradient, grpo.add_sums(sums, found)
+
   def apply(state, gradient, sums, rates):
     divisor = jnp.where(sums.weight > 0, sums.weight, 1.0) / rates.loss_scale
     norm = optax.tree.norm(gradient) / divisor
@@ -207,6 +221,9 @@ def programs(recipe: Recipe) -> Programs:
     zeros=jax.jit(zeros, out_shardings=(params, everywhere)),
     accumulate=jax.jit(
       accumulate, out_shardings=(params, everywhere), donate_argnums=(0, 1)
+    ),
+    imitate=jax.jit(
+      imitate, out_shardings=(params, everywhere), donate_argnums=(0, 1)
     ),
     apply=jax.jit(apply, out_shardings=(working, everywhere), donate_argnums=0),
     policy=policy,
@@ -269,9 +286,23 @@ def move(policy: types.Policy, where: types.Policy) -> types.Policy:
 
 def widened(adam: Any) -> Any:
   """Returns the optimizer's state as optax steps it: nu in float32."""
-  scale, *others = adam
-  nu = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), scale.nu)
-  return scale._replace(nu=nu), *others
+
+  def wide(scale):
+    nu = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), scale.nu)
+    return scale._replace(nu=nu)
+
+  return _of_adam(wide, adam)
+
+
+def _of_adam(change: Callable, state: Any) -> Any:
+  """Changes Adam's part of an optimizer's state, wherever it lies."""
+
+  def is_adam(part):
+    return isinstance(part, optax.ScaleByAdamState)
+
+  return jax.tree.map(
+    lambda part: change(part) if is_adam(part) else part, state, is_leaf=is_adam
+  )
 
 
 def narrowed(adam: Any, dtype: str) -> Any:
@@ -283,9 +314,6 @@ def narrowed(adam: Any, dtype: str) -> Any:
   """
   if dtype == "float32":
     return adam
-  scale, *others = adam
-  leaves, structure = jax.tree.flatten(scale.nu)
-  keys = jax.random.split(jax.random.key(scale.count), len(leaves))
 
   def rounded(leaf, key):
     bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
@@ -293,8 +321,12 @@ def narrowed(adam: Any, dtype: str) -> Any:
     bits &= jnp.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
-  nu = structure.unflatten(map(rounded, leaves, keys))
-  return scale._replace(nu=nu), *others
+  def narrow(scale):
+    leaves, structure = jax.tree.flatten(scale.nu)
+    keys = jax.random.split(jax.random.key(scale.count), len(leaves))
+    return scale._replace(nu=structure.unflatten(map(rounded, leaves, keys)))
+
+  return _of_adam(narrow, adam)
 
 
 def decayed(params: model.Params) -> model.Params:
@@ -349,9 +381,10 @@ class Learner:
     offload: Adam's moments wait in the host's memory for their step, and the
       reference for its turn to score.
     remat: recompute layers in the backward pass.
+    optimizer: one of `supervised.OPTIMIZERS`.
 
   Raises:
-    ValueError: the loss is unknown, or rows do not divide over the mesh.
+    ValueError: a choice is unknown, or rows do not divide over the mesh.
   """
 
   graphdef: model.Decoder
@@ -381,10 +414,12 @@ class Learner:
   attention: str = "xla"
   remat: bool = True
   offload: bool = False
+  optimizer: str = "adamw"
 
   def __post_init__(self) -> None:
     """Refuses what no update could use."""
     grpo.one_of("loss", self.loss, grpo.LOSSES)
+    grpo.one_of("optimizer", self.optimizer, supervised.OPTIMIZERS)
     packing.check_rows(self.microbatch_rows, self.mesh.shape["fsdp"])
 
   @property
@@ -564,9 +599,7 @@ class Learner:
           # Episodes are numbered from 1 in each row.
           episodes = int(np.sum(np.max(batch.segments, axis=1)))
           on_batch(episodes, int(np.sum(batch.mask)))
-      policy = move(policy, run.working)
-      policy, outcome = run.apply(policy, gradient, sums, rates)
-      policy = move(policy, run.policy)
+      policy, outcome = self._apply(policy, gradient, sums, rates)
       del gradient  # as large as the weights
       sums, (finite, norm, rate) = jax.device_get((sums, outcome))
       if finite:
@@ -585,6 +618,44 @@ class Learner:
     if norms:
       metrics["grad_norm"] = float(np.mean(norms))
     return policy, metrics
+
+  def imitate(
+    self,
+    policy: types.Policy,
+    batches: Sequence[packing.Batch],
+    rate: float,
+  ) -> tuple[types.Policy, tuple[grpo.Sums, Any]]:
+    """Steps once towards the own tokens of batches, whoever wrote them.
+
+    Nothing is read back, so that steps may follow each other without a wait;
+    one that is not finite leaves the policy as it was, and is counted in its
+    `opt_state.skipped`.
+
+    Args:
+      policy: donated; use only what is returned.
+      batches: micro-batches of this step.
+      rate: learning rate of it; those of the learner do not count.
+
+    Returns:
+      The policy; and on the device the sums of `supervised.next_token_loss`
+      with (finite, norm of the gradient, rate).
+    """
+    run = self.programs
+    gradient, sums = run.zeros(policy.params)
+    for batch in batches:
+      gradient, sums = run.imitate(
+        gradient, sums, policy.params, distributed.place(batch, run.rows)
+      )
+    rates = Rates(**dict.fromkeys(Rates._fields, 1.0))
+    rates = rates._replace(learning_rate=rate, warmup_updates=0.0)
+    policy, outcome = self._apply(policy, gradient, sums, rates)
+    return policy, (sums, outcome)
+
+  def _apply(self, policy, gradient, sums, rates):
+    run = self.programs
+    policy = move(policy, run.working)
+    policy, outcome = run.apply(policy, gradient, sums, rates)
+    return move(policy, run.policy), outcome
 
   def score(
     self,

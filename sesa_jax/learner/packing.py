@@ -130,28 +130,45 @@ def pack(
   Returns:
     numpy batches. Equal lengths come out in the order they came in.
   """
-  ordered = sorted(lessons, key=lambda pair: len(pair[1].episode.ids))
+  ordered = sorted(lessons, key=size)
   lines = [[pair] for pair in ordered]
   if packed and ordered:
-    longest = len(ordered[-1][1].episode.ids)
-    lines = _fit(ordered, row_length(longest, row_multiple))
+    lines = fit(ordered, row_length(size(ordered[-1]), row_multiple))
   return [
-    _batch(lines[start : start + rows], rows, row_multiple, loss, most_tokens)
+    batch(
+      lines[start : start + rows],
+      rows=rows,
+      row_multiple=row_multiple,
+      loss=loss,
+      most_tokens=most_tokens,
+    )
     for start in range(0, len(lines), rows)
   ]
 
 
-def _fit(ordered, length: int) -> list[list]:
-  """Puts each episode, longest first, into the first row that has room."""
+def size(pair: tuple[int, types.Lesson]) -> int:
+  """Returns the tokens of a lesson's episode."""
+  return len(pair[1].episode.ids)
+
+
+def fit(
+  ordered: Sequence[tuple[int, types.Lesson]], length: int
+) -> list[list[tuple[int, types.Lesson]]]:
+  """Puts each episode, longest first, into the first row that has room.
+
+  Args:
+    ordered: by length, the shortest first; none longer than a row.
+    length: of a row.
+  """
   lines, room = [], []
   for pair in reversed(ordered):
-    size = len(pair[1].episode.ids)
-    row = next((i for i, left in enumerate(room) if left >= size), len(lines))
+    needed = size(pair)
+    row = next((i for i, left in enumerate(room) if left >= needed), len(lines))
     if row == len(lines):
       lines.append([])
       room.append(length)
     lines[row].append(pair)
-    room[row] -= size
+    room[row] -= needed
   # Fullest last: micro-batches of short rows may be shorter.
   return [line for _, line in sorted(zip(room, lines, strict=True), key=_room)]
 
@@ -160,8 +177,24 @@ def _room(pair) -> int:
   return -pair[0]
 
 
-def _batch(lines, rows, row_multiple, loss, most_tokens) -> Batch:
-  longest = max(sum(len(x.episode.ids) for _, x in line) for line in lines)
+def batch(
+  lines: Sequence[Sequence[tuple[int, types.Lesson]]],
+  *,
+  rows: int,
+  row_multiple: int,
+  loss: str,
+  most_tokens: int,
+) -> Batch:
+  """Lays out one micro-batch.
+
+  Args:
+    lines: what each row holds, `rows` at most.
+    rows: see `pack`, as all that follows.
+    row_multiple: see `pack`.
+    loss: see `pack`.
+    most_tokens: see `pack`.
+  """
+  longest = max(sum(map(size, line)) for line in lines)
   batch = empty(rows, row_length(longest, row_multiple))
   for row, line in enumerate(lines):
     start = 0

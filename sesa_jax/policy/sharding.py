@@ -44,6 +44,7 @@ _LOGICAL_AXES = {
   "layers/gate/kernel": ("layer", "dim", "ffn"),
   "layers/up/kernel": ("layer", "dim", "ffn"),
   "layers/down/kernel": ("layer", "ffn", "dim"),
+  "ns_coeffs": ("norm",),  # three numbers of Muon's state
 }
 
 

@@ -43,15 +43,15 @@ def load(source: str, path: str | Path) -> PreTrainedTokenizerFast:
   """Loads the tokenizer that belongs to a policy's weights.
 
   Args:
-    source: "hf", "gguf" or "random" (`tiny`).
+    source: "hf", "gguf" or "random" (without a path: `tiny`).
     path: as `weights.load`.
 
   Raises:
     ValueError: the source is unknown, or the files do not hold a tokenizer.
   """
-  if source == "random":
+  if source == "random" and not path:
     return tiny()
-  if source == "hf":
+  if source in ("hf", "random"):
     return _load_hf(Path(path))
   if source == "gguf":
     return _load_gguf(path)

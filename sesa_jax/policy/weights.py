@@ -93,7 +93,8 @@ def load(
 
   Args:
     source: one of `SOURCES`.
-    path: a folder for "hf", a file for "gguf", unused for "random".
+    path: a folder for "hf", a file for "gguf"; for "random" a folder whose
+      config.json gives the architecture, or "" for `backbones.tiny`.
     key: of the draw, which is the same on every mesh.
     mesh: where the weights go, cut as `sharding.shardings` says; each process
       reads its devices' share. None: JAX's first device.
@@ -130,9 +131,12 @@ def check(
       in one error, files that are missing, truncated or corrupt, and tensors
       that are missing, unexpected, mis-shaped, no floats or in two files.
   """
-  backbone = (
-    backbones.tiny() if source == "random" else _open(source, path).backbone
-  )
+  if source != "random":
+    backbone = _open(source, path).backbone
+  elif path:
+    backbone = backbones.from_hf_config(read_json(Path(path) / "config.json"))
+  else:
+    backbone = backbones.tiny()
   return dataclasses.replace(backbone, vocab_multiple=vocab_multiple)
 
 
