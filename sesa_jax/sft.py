@@ -69,7 +69,11 @@ def run(
   def look():  # before the lead changes anything
     manifest.check_workdir(workdir, values)
     before = reader.read_json("manifest.json", {})
-    had = before.get("hashes", {}).get("episodes", plan.digest)
+    had = before.get("hashes", {"episodes": plan.digest}).get("episodes")
+    if not had:
+      raise ValueError(
+        f"{workdir} is the folder of another mode. Name a new --workdir."
+      )
     if had != plan.digest:
       raise ValueError(
         f"{workdir} was begun with other episodes or another tokenizer. Name a "
@@ -171,6 +175,10 @@ def _plan(config: Any, paths: Sequence[str]) -> _Plan:
       lessons, length=length, seed=config.seed, epochs=settings.epochs
     )
     steps = -(-sum(1 for _ in every) // rows)
+  logging.info(
+    "%d steps of %d rows of %d tokens, in micro-batches of %d rows.",
+    *(steps, rows, length, microbatch),
+  )
   return _Plan(
     words=words,
     learner=learner,
@@ -220,8 +228,8 @@ def _split(found, share: float, seed: int):
 def _shape(config: Any, length: int, fsdp: int) -> tuple[int, int]:
   """Returns the rows of a step and of a micro-batch.
 
-  As many as `batch_tokens` holds, rounded down to whole micro-batches, which
-  divide over the mesh.
+  As many as `batch_tokens` holds, rounded down to micro-batches of one size,
+  which divide over the mesh.
   """
   rows = config.sft.batch_tokens // length // fsdp * fsdp
   if not rows:
@@ -231,8 +239,9 @@ def _shape(config: Any, length: int, fsdp: int) -> tuple[int, int]:
       f"at least {length * fsdp}."
     )
   packing.check_rows(config.learner.microbatch_rows, fsdp)
-  microbatch = min(config.learner.microbatch_rows, rows)
-  return rows // microbatch * microbatch, microbatch
+  parts = -(-rows // config.learner.microbatch_rows)
+  microbatch = rows // parts // fsdp * fsdp
+  return microbatch * parts, microbatch
 
 
 def _digest(found: Sequence[types.Episode]) -> str:
@@ -246,8 +255,8 @@ def _digest(found: Sequence[types.Episode]) -> str:
 # --- steps -------------------------------------------------------------------
 
 
-def _tune(config, plan: _Plan, folder, store) -> None:
-  """Begins or resumes, and steps to the end."""
+def _begin(config, plan: _Plan, folder, store) -> tuple[types.Policy, int]:
+  """Returns the policy and the steps that it has done."""
   newest = store.latest()
   if newest is None:
     _, params = weights.load(
@@ -257,7 +266,6 @@ def _tune(config, plan: _Plan, folder, store) -> None:
       mesh=plan.learner.mesh,
     )
     policy, files = plan.learner.init(params), {}
-    del params
   else:
     trees, _, _, files = store.restore(
       newest, {_POLICY: plan.learner.abstract()}
@@ -265,7 +273,13 @@ def _tune(config, plan: _Plan, folder, store) -> None:
     policy = types.Policy(*trees[_POLICY])
     logging.info("Resumed after step %d.", newest)
   distributed.from_lead(lambda: folder.truncate(files))
-  start, settings = newest or 0, config.sft
+  return policy, newest or 0
+
+
+def _tune(config, plan: _Plan, folder, store) -> None:
+  """Steps to the end."""
+  policy, start = _begin(config, plan, folder, store)
+  settings = config.sft
   passes = (plan.steps - start) * plan.rows * plan.length
   with metrics.Progress(passes) as progress:
     progress.stage(f"sft, {plan.steps} steps", passes=passes)

@@ -20,7 +20,7 @@ from tests.test_loop import tiny_config
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
   "sft.steps": 12,
-  "sft.batch_tokens": 128,
+  "sft.batch_tokens": 256,
   "sft.learning_rate": 3e-3,
   "sft.warmup_steps": 2,
   "sft.decay": 0.5,
@@ -188,6 +188,13 @@ def test_a_folder_belongs_to_its_config_and_its_episodes(tuned, data, tmp_path):
   other.write_text("\n".join(Path(data).read_text().splitlines()[1:]))
   with pytest.raises(ValueError, match="begun with other episodes"):
     sft.run(config(), str(tuned), [str(other)])
+
+
+def test_a_folder_of_another_mode(data, tmp_path):
+  folder = metrics.RunFolder(tmp_path / "run")
+  folder.write_json("manifest.json", {"hashes": {"weights": "none"}})
+  with pytest.raises(ValueError, match="is the folder of another mode"):
+    sft.run(config(), str(folder.path), [data])
 
 
 def test_another_seed_is_another_order(data, tmp_path):

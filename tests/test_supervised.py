@@ -202,7 +202,9 @@ def test_a_step_is_adamw_on_the_mean(params):
 def test_rows_micro_batches_and_devices_change_nothing(params, changes):
   found = episodes()
   expected, whole = gradient_of(make(), params, rows(found, 4))
-  count, length = changes.pop("count"), changes.pop("length", 32)
+  sizes = {"count", "length"} & changes.keys()
+  count, length = changes["count"], changes.get("length", 32)
+  changes = {name: changes[name] for name in changes.keys() - sizes}
   learner = make(microbatch_rows=count, **changes)
   gradient, sums = gradient_of(learner, params, rows(found, count, length))
   assert float(sums.tokens) == float(whole.tokens)
