@@ -143,7 +143,7 @@ def test_templates_that_cannot_tell(tmp_path, template, says):
 @pytest.mark.parametrize(
   ("row", "says"),
   [
-    ([1], "line 2 holds no JSON object"),
+    ([1], " holds no JSON object"),
     ({"id": "a"}, "'segments', 'messages' or, saved by a run, 'ids'; this"),
     ({"id": "a", "segments": []}, "key 'segments': a list of at least one"),
     ({"segments": [{"text": "a", "own": True}]}, "key 'id': None is no string"),
