@@ -287,6 +287,8 @@ def get_config() -> ConfigDict:
         cache="",  # folder of answers; "" is judge_cache in the run's
       ),
       sft=dict(  # --mode=sft: supervised fine-tuning, all of it ours
+        episodes="",  # a file, where --episodes names none
+        out="",  # a folder, where --out names none; "": in the workdir
         steps=0,  # 0: as many as `epochs` take
         epochs=1,
         batch_tokens=65_536,  # of a step, prompts and padding included

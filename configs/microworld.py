@@ -59,10 +59,24 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.alarms.entropy_most = 3.0
   _name_files(config)
   if variant == "warm_start":
-    config.policy.source = "random"
-    config.policy.path = _file(config, "blank")
+    _imitate(config)
     return common.finish(config, "sesa")
   return common.finish(config, variant)
+
+
+def _imitate(config: ConfigDict) -> None:
+  """Begins from nothing, and writes what the runs begin with."""
+  config.policy.source = "random"
+  config.policy.path = _file(config, "blank")
+  config.sft.episodes = _file(config, "episodes.jsonl")
+  config.sft.out = _file(config, "policy")
+  config.sft.batch_tokens = 1728
+  config.sft.optimizer = "muon"
+  config.sft.learning_rate = 3e-3
+  config.sft.warmup_steps = 30
+  config.sft.decay = 0.5
+  config.sft.log_every = 50
+  config.sft.validate_every = 500
 
 
 def _name_files(config: ConfigDict) -> None:

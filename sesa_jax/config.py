@@ -75,23 +75,27 @@ def rules_of(config: Any) -> type[environment.SearchQA]:
   return named("environment.kind", config.environment.kind, ENVIRONMENTS)
 
 
-def locate(path: str) -> str:
+def locate(path: str, exists: bool = True) -> str:
   """Returns a path of a config as one of this machine.
 
   `assets:NAME/...` lies in the folder SESA_JAX_ASSETS, by default
   ~/.cache/sesa_jax. `microworld:SEED/...` does too, and is made if it is
   missing.
 
+  Args:
+    path: of a config.
+    exists: False for a folder that is to be made.
+
   Raises:
     ValueError: there is no such asset.
   """
   root = os.environ.get("SESA_JAX_ASSETS") or "~/.cache/sesa_jax"
   if path.startswith(worlds.PREFIX):
-    return str(worlds.locate(path, Path(root).expanduser()))
+    return str(worlds.locate(path, Path(root).expanduser(), exists))
   if not path.startswith(ASSETS):
     return path
   found = Path(root).expanduser() / path.removeprefix(ASSETS)
-  if not found.exists():
+  if exists and not found.exists():
     raise ValueError(
       f"{path} is not in the assets folder {root}. Fetch it with "
       "`python third_party/fetch.py --set=demo` (--set=paper for the paper's "

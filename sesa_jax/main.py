@@ -202,13 +202,17 @@ def distill() -> None:
 
 def sft() -> None:
   """Tunes a policy on episodes, by next-token loss on its own tokens."""
+  from sesa_jax import config as config_lib
   from sesa_jax import sft as sft_lib
 
+  config = _for_this_machine()
+  named = _EPISODES.value or filter(None, [config.sft.episodes])
+  out = _OUT.value or config.sft.out
   sft_lib.run(
-    _for_this_machine(),
+    config,
     _need(_WORKDIR.value, "workdir"),
-    _need(_EPISODES.value, "episodes"),
-    out=_OUT.value,
+    _need([config_lib.locate(path) for path in named], "episodes"),
+    out=config_lib.locate(out, exists=False) if out else None,
     command=[os.path.basename(sys.argv[0]), *sys.argv[1:]],
   )
 

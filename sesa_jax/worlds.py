@@ -21,15 +21,15 @@ from sesa_jax.skills import record
 PREFIX = "microworld:"
 EPISODES = 22_000  # of a warm start
 FIELDS = ("trigger", "templates")  # of a skill, that its prompts show
-_MADE_BY_SFT = "policy"
 
 
-def locate(path: str, assets: Path) -> Path:
+def locate(path: str, assets: Path, exists: bool = True) -> Path:
   """Returns the file of a world, and makes what is missing.
 
   Args:
     path: microworld:SEED/FILE.
     assets: the folder in which worlds are kept.
+    exists: False for what is to be made, such as the policy of a warm start.
 
   Raises:
     ValueError: the path is not of that form, or there is no such file.
@@ -44,10 +44,11 @@ def locate(path: str, assets: Path) -> Path:
   if name == "episodes.jsonl":
     _once(folder / name, lambda into: _play(into, int(seed)))
   found = folder / name
-  if name != _MADE_BY_SFT and not found.exists():
+  if exists and not found.exists():
+    has = ", ".join(sorted(p.name for p in folder.iterdir()))
     raise ValueError(
-      f"{path}: the world has no such file. It has: "
-      f"{', '.join(sorted(p.name for p in folder.iterdir()))}."
+      f"{path}: the world has {has}. Its policy is what --mode=sft makes of "
+      "its episodes: docs/microworld.md has the command."
     )
   return found
 

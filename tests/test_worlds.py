@@ -34,7 +34,10 @@ def test_a_world_is_made_once_and_kept(tmp_path, monkeypatch, few):
   monkeypatch.setattr(worlds, "EPISODES", 20)
   assert text("episodes.jsonl") == episodes
   # A folder that `--mode=sft` is to make.
-  assert config_lib.locate("microworld:3/policy").endswith("-3/policy")
+  out = config_lib.locate("microworld:3/policy", exists=False)
+  assert out.endswith("-3/policy")
+  with pytest.raises(ValueError, match="policy is what --mode=sft makes"):
+    config_lib.locate("microworld:3/policy")
   assert not list(tmp_path.glob("**/tmp*"))
 
 
@@ -53,7 +56,7 @@ def test_a_path_without_a_seed_is_an_error(path, tmp_path):
 
 
 def test_a_file_that_no_world_has_is_an_error(tmp_path):
-  with pytest.raises(ValueError, match=r"no such file. It has: blank, corpus"):
+  with pytest.raises(ValueError, match="the world has blank, corpus.jsonl, "):
     worlds.locate("microworld:0/cropus.jsonl", tmp_path)
 
 
