@@ -61,6 +61,10 @@ def command(*flags):
     (["--config=README.md", "--workdir=w"], ["README.md is not a config"]),
     (["--config=configs/__init__.py"], ["has no get_config()"]),
     (["--mode=show", "--workdir=README.md"], ["README.md"]),
+    (
+      ["--mode=sft", "--config=configs/tiny.py", "--workdir=w"],
+      ["--episodes is missing; --mode=sft needs it"],
+    ),
     (["--mode=skills"], ["--bank is missing", "--workdir"]),
     (
       ["--mode=serve", "--engine=google", "--config=configs/tiny.py"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from sesa_jax import main, metrics, sft, types
+from sesa_jax import metrics, sft, types
 from sesa_jax.policy import tokenizer, weights
 from tests.test_loop import tiny_config
 
@@ -209,8 +209,8 @@ def test_another_seed_is_another_order(data, tmp_path):
   ("changes", "says"),
   [
     (
-      {"sft.too_long": "refuse", "sft.max_tokens": 30},
-      "the longest has .* Rai",
+      {"sft.too_long": "refuse", "sft.max_tokens": 49},
+      "longer than sft.max_tokens = 49; the longest has 50 tokens. Raise it",
     ),
     ({"sft.max_tokens": 5000}, "sft.max_tokens = 5000 is above .* 4096"),
     (
@@ -291,11 +291,3 @@ def test_a_shape_and_a_tokenizer_of_a_folder_without_weights(data, tmp_path):
   assert backbone.qk_norm
   saved = tokenizer.load("hf", str(out))
   assert saved.get_vocab() == tokenizer.load("random", str(shape)).get_vocab()
-
-
-def test_the_command_line(capsys):
-  assert main.main(["main", "--mode=sft", "--config=configs/tiny.py"]) == 2
-  assert "--workdir is missing" in capsys.readouterr().err
-  flags = ["main", "--mode=sft", "--config=configs/tiny.py", "--workdir=w"]
-  assert main.main(flags) == 2
-  assert "--episodes is missing; --mode=sft" in capsys.readouterr().err
