@@ -121,7 +121,7 @@ def warm_start(
   """
   if Path(config).name != Path(CONFIG).name:
     return 0.0
-  policy = config_lib.locate(f"{worlds.PREFIX}{seed}/policy")
+  policy = config_lib.locate(f"{worlds.PREFIX}{seed}/policy", exists=False)
   if Path(policy).exists():
     return 0.0
   episodes = config_lib.locate(f"{worlds.PREFIX}{seed}/episodes.jsonl")

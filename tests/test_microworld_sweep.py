@@ -236,7 +236,7 @@ def test_another_worlds_bank(sweep, job):
 def test_the_warm_start_is_made_once(fresh, job, tmp_path, monkeypatch):
   policy = tmp_path / "policy"
 
-  def locate(path):
+  def locate(path, exists=True):
     return tmp_path / path.removeprefix("microworld:7/").split("8/")[-1]
 
   monkeypatch.setattr(sweep_lib.config_lib, "locate", locate)
