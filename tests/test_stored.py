@@ -253,6 +253,9 @@ def test_what_cannot_be_built(text, tmp_path, change, says):
     engines.build(spec(tmp_path / "index") | change, [text], hashed())
   with pytest.raises(ValueError, match="config.corpus"):
     engines.build(spec(tmp_path / "index"), [], hashed())
+  with pytest.raises(ValueError, match="No corpus at"):
+    engines.build(spec(tmp_path / "index"), [tmp_path / "none"], hashed())
+  assert not list(tmp_path.glob("index*"))
 
 
 def test_dense_needs_an_index(text):

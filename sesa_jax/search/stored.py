@@ -143,7 +143,11 @@ def building(folder: str | Path) -> Iterator[Path]:
   beside = folder.with_name(folder.name + ".tmp")
   shutil.rmtree(beside, ignore_errors=True)  # of a build that was cut off
   beside.mkdir(parents=True)
-  yield beside
+  try:
+    yield beside
+  except ValueError:  # bad input leaves nothing behind
+    shutil.rmtree(beside)
+    raise
   beside.rename(folder)
 
 
