@@ -197,6 +197,10 @@ def test_noise_depends_on_its_key_only():
   alone = evidence([mine], pool)
   assert evidence([other, mine], pool)[1] == alone[0]
   assert evidence([mine], pool, seed=1) != alone
+  # Another question has other noise from the same trajectories.
+  (twin,) = named(proposal("twin"))
+  one, two = evidence([mine, twin], sources(9))
+  assert ids(one.noise) != ids(two.noise)
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0, 0), (1, 1), (3, 3)])
@@ -258,7 +262,7 @@ def test_an_outage_is_neither_valid_nor_wrong():
     proposal("c"),
     proposal("d", passages=9_000),
     proposal("e", text=None),
-    proposal("f", finish="lost"),
+    proposal("f", text=None, finish="lost"),  # it had no chance to write one
   ]
   given = {"1/a/0": "Seine", "1/b/0": "Loire", "1/c/0": None}
   asked = []
