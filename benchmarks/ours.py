@@ -24,7 +24,8 @@ from sesa_jax.policy import backbones, model, sharding, tokenizer, weights
 from sesa_jax.tools import locate
 
 SETTINGS = dict(
-  devices=1,  # data shards, each on a virtual CPU device of its own
+  devices=2,  # virtual CPU devices: a core each
+  tensor=2,  # of them that cut the heads of one model
   slots=64,
   page_size=128,
   pages=0,  # 0: ample
@@ -148,7 +149,7 @@ def _ours(
     NoText(),
     chosen["token_bytes"],
     (),  # no id ends a turn: lengths are forced
-    mesh=sharding.rollout_mesh(1, jax.devices()),
+    mesh=sharding.rollout_mesh(chosen["tensor"], jax.devices()),
     slots=chosen["slots"],
     length=length,
     page_size=chosen["page_size"],
@@ -295,16 +296,31 @@ def _switch_off(chosen: Mapping[str, Any]) -> None:
 
 def _gumbel(logits, keys, positions, temperature, cut=None, axis=None):
   """Draws by noise over the whole vocabulary, from a key a row."""
-  del cut, axis
+  del cut
+  share = jax.lax.axis_index(axis) if axis else 0
 
-  def row(scores, key, position):
+  def noise(key, position):
     key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    return jax.random.categorical(jax.random.fold_in(key, position), scores)
+    key = jax.random.fold_in(jax.random.fold_in(key, position), share)
+    return jax.random.gumbel(key, logits.shape[1:])
 
   scaled = logits / temperature[:, None]
-  ids = jax.vmap(row)(scaled, keys, positions).astype(jnp.int32)
-  logprobs = jax.nn.log_softmax(scaled)
-  return ids, jnp.take_along_axis(logprobs, ids[:, None], 1)[:, 0]
+  noisy = scaled + jax.vmap(noise)(keys, positions)
+  place = jnp.argmax(noisy, -1)
+  best, score = (
+    jnp.take_along_axis(x, place[:, None], 1)[:, 0] for x in (noisy, scaled)
+  )
+  found = place + share * logits.shape[1], best, score
+  # Of each share of the vocabulary; then of all of it.
+  ids, best, score, total = (
+    jax.lax.all_gather(x, axis) if axis else x[None]
+    for x in (*found, jax.nn.logsumexp(scaled, -1))
+  )
+  ids, score = (
+    jnp.take_along_axis(x, jnp.argmax(best, 0)[None], 0)[0]
+    for x in (ids, score)
+  )
+  return ids.astype(jnp.int32), score - jax.nn.logsumexp(total, 0)
 
 
 def _gathering(plain):

@@ -101,12 +101,13 @@ class Process:
 
   Args:
     side: what to run. Its settings are sent in the first message, "start".
+    environment: variables for it, where this process has none of that name.
 
   Raises:
     SideError: by any method, when the process ends instead of answering.
   """
 
-  def __init__(self, side: Side):
+  def __init__(self, side: Side, environment: Mapping[str, str] | None = None):
     self.side = side
     self._log = tempfile.TemporaryFile(mode="w+")
     self._process = subprocess.Popen(
@@ -117,7 +118,12 @@ class Process:
       stderr=self._log,
       text=True,
       # The comparison is of engines on a CPU, whatever else there is.
-      env=os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+      env={
+        **(environment or {}),
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+      },
     )
     try:
       self.about = self.ask("start", settings=dict(side.settings))

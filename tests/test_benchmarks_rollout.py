@@ -1,6 +1,7 @@
 """The rollout benchmark: its workload, its arithmetic, its two ends."""
 
 import dataclasses
+import functools
 import io
 import json
 import subprocess
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core as jex
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from benchmarks import ours, rollout, sides, workload
 from benchmarks.peers import turns
 from sesa_jax import types
 from sesa_jax.engine import attention
-from sesa_jax.policy import backbones, model
+from sesa_jax.policy import backbones, model, sharding
 
 Turn = workload.Turn
 
@@ -294,11 +296,21 @@ def test_gathered_attention_is_the_engine_s_attention():
   np.testing.assert_allclose(gathered, plain, atol=1e-5)
 
 
-def test_gumbel_sampling_follows_the_distribution():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gumbel_sampling_follows_the_distribution(devices):
   rows = 4000
   logits = jnp.tile(jnp.log(jnp.array([0.5, 0.25, 0.125, 0.125])), (rows, 1))
   keys = np.random.default_rng(0).integers(0, 2**32, (rows, 2), np.uint32)
-  ids, logprobs = ours._gumbel(
+  sample = ours._gumbel
+  if devices > 1:
+    sample = jax.shard_map(
+      functools.partial(sample, axis="tensor"),
+      mesh=sharding.rollout_mesh(devices, jax.devices()[:devices]),
+      in_specs=(P(None, "tensor"), P(), P(), P()),
+      out_specs=P(),
+      check_vma=False,
+    )
+  ids, logprobs = sample(
     logits, keys, np.zeros(rows, np.int32), np.full(rows, 0.5, np.float32)
   )
   expected = np.array([16, 4, 1, 1]) / 22  # squares, at temperature 1/2
@@ -311,6 +323,7 @@ def test_gumbel_sampling_follows_the_distribution():
 # --- sides -----------------------------------------------------------------
 
 FAKE = """
+import os
 from benchmarks import sides
 
 def start(settings):
@@ -322,7 +335,8 @@ def start(settings):
       raise RuntimeError("out of luck")
     return dict(tokens=10 * run, seconds=chosen["speed"], compile_seconds=0)
 
-  return dict(start=lambda: dict(settings=chosen), play=play)
+  about = dict(settings=chosen, malloc=os.environ["GLIBC_TUNABLES"])
+  return dict(start=lambda: about, play=play)
 
 sides.serve(start)
 """
@@ -332,6 +346,7 @@ sides.serve(start)
 def fake(tmp_path, monkeypatch):
   (tmp_path / "fake_side.py").write_text(FAKE)
   monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+  monkeypatch.setenv("GLIBC_TUNABLES", "")
   return sides.Side("fake", "fake_side", {"speed": 4})
 
 
@@ -345,6 +360,14 @@ def test_a_side_obeys_and_its_prints_come_between_nothing(fake):
       process.ask("play", run=3)
     with pytest.raises(sides.SideError, match="out of luck"):
       process.ask("play", run=1)
+
+
+def test_a_side_has_huge_pages_unless_told_otherwise(fake, monkeypatch):
+  with rollout._start(fake) as process:
+    assert process.about["malloc"] == ""
+  monkeypatch.delenv("GLIBC_TUNABLES")
+  with rollout._start(fake) as process:
+    assert process.about["malloc"] == "glibc.malloc.hugetlb=1"
 
 
 def test_an_unknown_setting_is_named_with_the_choices(fake):
