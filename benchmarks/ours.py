@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks import sides, workload
 from sesa_jax import types
+from sesa_jax.config import locate
 from sesa_jax.engine import attention, sampling
 from sesa_jax.engine import engine as engine_lib
 from sesa_jax.policy import backbones, model, sharding, tokenizer, weights
-from sesa_jax.tools import locate
 
 SETTINGS = dict(
   devices=2,  # virtual CPU devices: a core each
