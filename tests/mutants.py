@@ -10,7 +10,8 @@ one does: NOTES.md lists them, with the reason. It runs on demand, since it
 takes half an hour; `test_mutants.py` checks that all patches still apply.
 
 Those of `BLIND` were chosen from the code alone, in this order, before any file
-of tests/ was opened; those of `KNOWN` are faults that RL code is known for.
+of tests/ was opened; those of `KNOWN` are faults that RL code is known for;
+those of `SUBTLE` were added later, in search of survivors.
 """
 
 from __future__ import annotations
@@ -382,6 +383,97 @@ KNOWN = (
 )
 
 
+# Of one value or one comparison, where all looks right.
+SUBTLE = (
+  Mutant(
+    "hops do not reach the baseline",
+    "stages/frontier.py",
+    "[p.seed.hops for p, _ in kept]",
+    "[1 for _ in kept]",
+    "frontier",
+  ),
+  Mutant(
+    "the challenger's rewards are not permuted",
+    "stages/frontier.py",
+    "challenger_rewards = dealt(np.array([r for _, r in kept], float))",
+    "challenger_rewards = np.array([r for _, r in kept], float)",
+    "frontier",
+  ),
+  Mutant(
+    "the pool is emptied an iteration early",
+    "stages/validity.py",
+    "(iteration - 1) % empty_every == 0",
+    "iteration % empty_every == 0",
+    "validity",
+  ),
+  Mutant(
+    "replays count as posed just now",
+    "stages/validity.py",
+    'dataclasses.replace(q, origin="replay") if q.origin != "fixed" else q',
+    "q",
+    "validity",
+  ),
+  Mutant(
+    "the distiller does not see what failed to help",
+    "stages/distillation.py",
+    "shown = tuple(known[id] for id in ids if id in known)",
+    "shown = ()",
+    "distillation",
+  ),
+  Mutant(
+    "a skill at the threshold is turned away",
+    "skills/bank.py",
+    "np.float32(score) > np.float32(threshold)",
+    "np.float32(score) >= np.float32(threshold)",
+    "bank",
+  ),
+  Mutant(
+    "evaluation has the turns of training",
+    "evaluation.py",
+    "config.solver.episode_tokens, config.eval.turns",
+    "config.solver.episode_tokens, config.solver.turns",
+    "evaluation loop",
+  ),
+  Mutant(
+    "the last turn may search",
+    "environment.py",
+    "pause.turn - pause.malformed + 1 >= pause.turns",
+    "pause.turn - pause.malformed + 1 > pause.turns",
+    "environment",
+  ),
+  Mutant(
+    "the prompt always asks for two searches",
+    "stages/selfplay.py",
+    "prompts.challenger(seed, searches[seed.hops])",
+    "prompts.challenger(seed, 2)",
+    "selfplay",
+  ),
+  Mutant(
+    "a lost episode is replayed once",
+    "stages/selfplay.py",
+    "for _ in range(REPLAYS):",
+    "for _ in range(1):",
+    "selfplay",
+  ),
+  Mutant(
+    "minibatches are not in order",
+    "learner/packing.py",
+    "question * updates // len(index)",
+    "question % updates",
+    "packing",
+  ),
+  Mutant(
+    "titles are no leak",
+    "judge/leaks.py",
+    '    ("title", titles),\n',
+    "",
+    "leaks",
+  ),
+)
+
+EVERY = BLIND + KNOWN + SUBTLE
+
+
 def apply(mutant: Mutant, text: str) -> str:
   """Returns the text of a file with the patch.
 
@@ -403,7 +495,7 @@ def chosen(only: str) -> list[Mutant]:
   Raises:
     ValueError: a name is unknown.
   """
-  every = {mutant.name: mutant for mutant in BLIND + KNOWN}
+  every = {mutant.name: mutant for mutant in EVERY}
   names = only.split(",") if only else list(every)
   unknown = sorted(set(names) - set(every))
   if unknown:

@@ -255,7 +255,14 @@ def test_no_question_leaves_two_records(scripted):
   assert mixed & set(failures)
 
 
-def test_milestones_hold_each_policys_weights(scripted):
+def equal(one, other):
+  """Whether two trees hold the same numbers, whatever their containers."""
+  pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+  return all(bool((a == b).all()) for a, b in pairs)
+
+
+def test_checkpoints_hold_each_policy(scripted):
+  """Weights and optimizer of each; and no role's are the other's."""
   config = tiny_config(**SCRIPTED)
   world = tools.assemble(config, tools.read(config))
   store = loop.checkpoint.Checkpoints(
@@ -266,20 +273,15 @@ def test_milestones_hold_each_policys_weights(scripted):
   found = store.restore_milestone(
     3, {"challenger": abstract, "solver": abstract}
   )
+  whole = {role: getattr(world, role).abstract() for role in found}
+  trees = store.restore(3, whole)[0]
   store.close()
-  for role in ("challenger", "solver"):
-    same = jax.tree.map(
-      lambda a, b: bool((a == b).all()),
-      found[role],
-      getattr(state, role).params,
-    )
-    assert all(jax.tree.leaves(same))
-  differs = jax.tree.map(
-    lambda a, b: bool((a != b).any()),
-    state.challenger.params,
-    state.solver.params,
-  )
-  assert any(jax.tree.leaves(differs))
+  for role in found:
+    assert equal(found[role], getattr(state, role).params)
+    assert equal(trees[role], getattr(state, role))
+  for part in ("params", "opt_state"):
+    one, other = (getattr(getattr(state, role), part) for role in found)
+    assert not equal(one, other)
 
 
 def test_metrics_hold_what_must_be_seen(scripted):

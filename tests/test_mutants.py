@@ -8,10 +8,10 @@ import pytest
 
 from tests import mutants
 
-EVERY = mutants.BLIND + mutants.KNOWN
 
-
-@pytest.mark.parametrize("mutant", EVERY, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+  "mutant", mutants.EVERY, ids=lambda mutant: mutant.name
+)
 def test_mutant_applies(mutant):
   path = mutants.ROOT / "sesa_jax" / mutant.file
   text = path.read_text()
@@ -22,10 +22,10 @@ def test_mutant_applies(mutant):
 
 
 def test_names_are_unique():
-  names = collections.Counter(mutant.name for mutant in EVERY)
+  names = collections.Counter(mutant.name for mutant in mutants.EVERY)
   assert set(names.values()) == {1}
   assert len(mutants.BLIND) >= 10
-  assert len(EVERY) >= 17
+  assert len(mutants.EVERY) >= 17
 
 
 @pytest.mark.parametrize("text", ["x = 2", "x = 1; x = 1"])

@@ -184,12 +184,15 @@ def test_pose_has_no_argument_that_could_hold_a_bank():
 
 
 def test_pose_asks_for_the_seed_and_its_hops():
-  engine = Engine()
+  engine, asked = Engine(), []
+  held = dataclasses.replace(
+    tools(engine), render=lambda prompt: asked.append(prompt) or (1, 2)
+  )
   seeds = [types.Seed("x", ("X",), 1), types.Seed("y", ("Y",), 3)]
   found, _ = selfplay.pose(
     None,
     seeds,
-    tools(engine),
+    held,
     iteration=4,
     group_size=2,
     searches={1: 1, 3: 2},
@@ -201,8 +204,13 @@ def test_pose_asks_for_the_seed_and_its_hops():
     ("x", 0), ("x", 1), ("y", 0), ("y", 1),
   ]  # fmt: skip
   assert all(p.state == "posed" and p.text is None for p in found)
-  assert "3 facts" in prompts.challenger(seeds[1], 2).system
-  assert "one fact" in prompts.challenger(seeds[0], 1).system
+  one, other = asked
+  assert one == prompts.challenger(seeds[0], 1)
+  assert other == prompts.challenger(seeds[1], 2)
+  assert "at least once" in one.system
+  assert "one fact" in one.system
+  assert "at least twice" in other.system
+  assert "3 facts" in other.system
 
 
 @pytest.mark.parametrize(
