@@ -32,8 +32,8 @@ _KINDS = (
   ("H100", "h100"),
   ("H200", "h100"),  # its chip, with more memory
 )
-# Seconds that a process which ends waits for the others to end too; after that,
-# and jax's own 100 without a heartbeat, the others are ended.
+# Seconds that a process which ends waits for the others to end too, before jax
+# ends them.
 _PATIENCE = 60
 # What ends in one line, and so can be told to other processes.
 _REFUSALS = (OSError, ValueError, types.Stopped)
