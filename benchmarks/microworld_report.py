@@ -180,6 +180,8 @@ def _points(value: float) -> str:
 
 
 def _interval(found: paired.Interval) -> str:
+  if math.isnan(found.value):
+    return "-"
   value, low, high = (100 * x for x in found)
   return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
 

@@ -72,8 +72,11 @@ def bootstrap(
     here = picked == number
     times = rng.multinomial(rows, np.full(rows, 1 / rows), size=here.sum())
     found[here] = statistic(times @ table / rows)
-  tail = 100 * (1 - confidence) / 2
-  low, high = np.nanpercentile(found.mean(1), (tail, 100 - tail))
+  tail, means = 100 * (1 - confidence) / 2, found.mean(1)
+  means = means[~np.isnan(means)]  # of draws in which there is a statistic
+  if math.isnan(value) or not means.size:
+    return Interval(math.nan, math.nan, math.nan)
+  low, high = np.percentile(means, (tail, 100 - tail))
   return Interval(float(value), float(low), float(high))
 
 

@@ -397,6 +397,16 @@ def test_the_split_of_the_report_adds_up(finished):
   np.testing.assert_allclose(100 * found, shares, atol=0.06)
 
 
+def test_a_gain_among_no_answers_is_none(finished):
+  silent = {bank: packed(*["0000"] * 4) for bank in START}
+  for seed in (1, 2):
+    path = finished / f"start-{seed}.json"
+    path.write_text(json.dumps(cell("start", seed, silent)))
+  gains = rows(report_lib.report(finished), "What training")
+  assert {row[5] for row in gains} == {"-"}
+  assert "nan" not in report_lib.report(finished)
+
+
 def test_other_questions_are_no_pair(finished):
   other = cell("ssp", 1, SSP, questions="another")
   (finished / "ssp-1.json").write_text(json.dumps(other))

@@ -76,6 +76,13 @@ def test_ratios_among_the_answered():
   assert found.low < 0 < found.high  # draws without an answer are left out
 
 
+def test_without_a_statistic_there_is_no_interval():
+  silent = np.zeros((3, 4))  # nobody ever answered
+  found = paired.bootstrap([silent], paired.ratio_difference)
+  assert np.isnan(found).all()
+  assert not found.excludes_0
+
+
 def test_areas_by_hand():
   assert paired.area([0, 10], [0.0, 1.0]) == 0.5
   # Trapezoids of 1 x (0 + 1)/2 and 3 x (1 + .5)/2, over a length of 4.
