@@ -117,6 +117,9 @@ def test_a_row_of_search_r1():
     assert benchmarks.search_r1_row(row) == wanted
   bare = {k: v for k, v in ROW.items() if k != "question"}
   assert benchmarks.search_r1_row(bare) == wanted
+  said = "Question: what? Then answer. Question: who sings it?"
+  bare |= {"prompt": [{"role": "user", "content": said}]}
+  assert benchmarks.search_r1_row(bare) == wanted
   for field in ("data_source", "reward_model", "extra_info"):
     with pytest.raises(ValueError, match=f"expected the fields.*'{field}'"):
       benchmarks.search_r1_row({k: v for k, v in ROW.items() if k != field})

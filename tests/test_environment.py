@@ -278,6 +278,13 @@ def test_passages_are_cut_and_tags_never(room, tokens):
   assert reply.passages == (long,)
 
 
+def test_no_more_passages_than_asked_for():
+  stub = Stub(BERN, ROME, Passage("3", "Oslo", "Oslo is a city."))
+  reply = build(search=stub).respond(pause("<search>x</search>"))
+  assert [p.id for p in reply.passages] == ["1", "2"]
+  assert "Oslo" not in text_of(reply.ids)
+
+
 def test_a_second_passage_counts_once_anything_of_it_is_seen():
   long = Passage("1", "Bern", "Bern is a city." * 9)
   first = f"Doc 1(Title: Bern) {long.text}"

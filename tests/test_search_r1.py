@@ -157,10 +157,11 @@ def test_the_servers_error_text_is_told_for_bad_requests_alone():
 
 
 @pytest.mark.parametrize("act", [hangs, drips])
-def test_a_deadline_bounds_all_tries(act):
+@pytest.mark.parametrize("try_seconds", [0.2, 3.0])
+def test_a_deadline_bounds_all_tries(act, try_seconds):
   began = time.monotonic()
   with Server(then=act) as server:
-    slow = client(server, deadline=0.5, try_seconds=0.2, tries=100)
+    slow = client(server, deadline=0.5, try_seconds=try_seconds, tries=100)
     (found,) = slow.search(["a"], 1)
     took = time.monotonic() - began
   assert found.kind == "timeout"
@@ -273,6 +274,23 @@ def test_calls_are_skipped_once_nobody_has_answered_for_long():
     server.then = gives({}, 500)
     assert kind() == "server"  # patience begins anew
     assert kind() == "server"
+
+
+def test_a_refusal_of_a_query_is_no_outage():
+  now = [0.0]
+  with Server(then=gives({}, 400)) as one, Server(then=answers) as two:
+    both = client(one, two, patience=0.0, clock=lambda: now[0])
+    kinds = []
+    for _ in range(6):
+      now[0] += 1
+      (found,) = both.search(["a"], 1)
+      kinds.append(getattr(found, "kind", "found"))
+  # It has answered: it goes on sharing the load.
+  assert sorted(kinds) == ["found"] * 3 + ["rejected"] * 3
+  with Server(then=gives({}, 400)) as one:
+    alone = client(one, patience=0.0)
+    kinds = [alone.search(["a"], 1)[0].kind for _ in range(3)]
+  assert kinds == ["rejected"] * 3
 
 
 def test_down_for_a_while_is_waited_out():

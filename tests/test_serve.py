@@ -153,6 +153,7 @@ def test_no_query_is_no_result(server):
 
 def test_other_addresses(server):
   assert post(server, {"queries": ["x"]}, "/search")[0] == 404
+  assert post(server, {"queries": ["x"]}, "/retrieves")[0] == 404
   with urllib.request.urlopen(f"{root(server)}/health", timeout=30) as found:
     assert found.status == 200
   with pytest.raises(urllib.error.HTTPError, match="404"):

@@ -190,6 +190,9 @@ def test_an_index_belongs_to_its_corpus(text, tmp_path):
   text.write_text(whole.replace("sat", "ran"))  # of the same size
   with pytest.raises(ValueError, match=r"belongs to another corpus than .*cor"):
     opened(given, [text])
+  text.write_text(whole)
+  with pytest.raises(ValueError, match=r"belongs to another corpus than .*cor"):
+    opened(given, [text, text])
   with pytest.raises(ValueError, match="No corpus at"):
     opened(given, [tmp_path / "none.jsonl"])
 
