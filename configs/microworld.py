@@ -61,6 +61,11 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   if variant == "warm_start":
     _imitate(config)
     return common.finish(config, "sesa")
+  if variant in ("search_r1", "fixed_questions"):
+    for hops in (1, 2):
+      name = f"train_{hops}"
+      config.pool.fixed[name] = common.question_set("", 0)
+      config.pool.fixed[name].path = _file(config, f"{name}.jsonl")
   return common.finish(config, variant)
 
 

@@ -442,6 +442,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 GROUPS, HELD_OUT_GROUPS = 240, 120  # names of things: to train on, to ask about
 QUESTIONS = 125  # of an evaluation set
+TRAINING = 400  # of one or of two hops, for runs without a challenger
 SETS = tuple(
   f"{kind}_{hops}" for kind in ("taught", "held_out") for hops in (1, 2)
 )
@@ -466,10 +467,11 @@ ARCHITECTURE = {
 def write(folder: Path, seed: int, hops: Sequence[int] = (1, 2)) -> None:
   """Writes a world: what is searched, asked for, taught and tested.
 
-  The corpus holds two parts that share no entity: the seeds of the challenger
-  are answers of one, the evaluation sets ask about the other. `skills.jsonl`
-  has the rules of the taught types, `right.jsonl` all of them, `blank` is a
-  policy's folder without weights.
+  The corpus holds two parts that share no entity. The seeds of the challenger
+  are answers of one, and `train_1` and `train_2` ask about it, for runs without
+  a challenger; the evaluation sets ask about the other. `skills.jsonl` has the
+  rules of the taught types, `right.jsonl` all of them, `blank` is a policy's
+  folder without weights.
 
   Args:
     folder: exists.
@@ -490,11 +492,15 @@ def write(folder: Path, seed: int, hops: Sequence[int] = (1, 2)) -> None:
   )
   _write(folder / "seeds.jsonl", _seeds(own, hops, rng))
   for name in SETS:
-    _write(folder / f"{name}.jsonl", _questions(other, name, rng))
+    rows = _questions(_of(name, other), int(name[-1]), QUESTIONS, other, rng)
+    _write(folder / f"{name}.jsonl", rows)
   law = rules(seed)
   for name, types in (("skills", own.taught), ("right", TYPES)):
     skills = (skill(type, law[type], i) for i, type in enumerate(types))
     _write(folder / f"{name}.jsonl", map(dataclasses.asdict, skills))
+  for count in (1, 2):
+    rows = _questions(own.things, count, TRAINING, own, rng)
+    _write(folder / f"train_{count}.jsonl", rows)
   blank = folder / "blank"
   tokenizer().save_pretrained(blank)
   text = json.dumps(ARCHITECTURE, indent=2)
@@ -523,18 +529,21 @@ def _seeds(world: World, hops: Sequence[int], rng) -> list[dict]:
   ]
 
 
-def _questions(world: World, name: str, rng) -> Iterator[dict]:
-  kind, _, hops = name.rpartition("_")
-  things = [
-    t for t in world.things if (t.type in world.taught) == (kind == "taught")
-  ]
-  relations = list(ASKED[int(hops)])
-  for number, i in enumerate(rng.permutation(len(things))[:QUESTIONS]):
+def _of(name: str, world: World) -> list[Thing]:
+  """The things that a set of `SETS` asks about."""
+  taught = name.startswith("taught")
+  return [t for t in world.things if (t.type in world.taught) == taught]
+
+
+def _questions(
+  things: Sequence[Thing], hops: int, count: int, world: World, rng
+) -> Iterator[dict]:
+  relations = list(ASKED[hops])
+  for number, i in enumerate(rng.permutation(len(things))[:count]):
     thing = things[i]
     relation = relations[number % len(relations)]
     signs = asked_signs(thing, world.rules[thing.type], rng)
     yield dict(
-      id=f"{name}/{number}",
       question=ask(thing, relation, signs, rng),
       golden_answers=world.answer(thing, relation),
       metadata=dict(type=thing.type, relation=relation),
