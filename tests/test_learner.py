@@ -326,6 +326,29 @@ def test_non_finite_updates_are_skipped_bit_for_bit_and_stop_the_run(
     learner.update(policy, reference, bad, temperature=1.0)
 
 
+@pytest.mark.parametrize(
+  ("loss", "slope", "applied"),
+  [(1.0, 1.0, 1), (math.nan, 1.0, 0), (1.0, math.inf, 0), (1.0, math.nan, 0)],
+)
+def test_a_loss_or_a_gradient_alone_skips_an_update(
+  params, loss, slope, applied
+):
+  """A gradient may overflow, and a loss hold what has no gradient."""
+  learner = make()
+  run = learner.programs
+  rates = learning.Rates(1.0, 1.0, 0.2, 0.285, 0.05, 0.0, 2.0, 1e-3, 1)
+  policy = learner.init(params)
+  gradient, sums = run.zeros(policy.params)
+  gradient = jax.tree.map(lambda leaf: leaf + slope, gradient)
+  sums = sums._replace(loss=jnp.float32(loss), weight=jnp.float32(1))
+  after, (finite, *_) = run.apply(policy, gradient, sums, rates)
+  assert bool(finite) == bool(applied)
+  assert (int(after.updates), int(after.opt_state.skipped)) == (
+    applied,
+    1 - applied,
+  )
+
+
 def test_narrow_moments_are_right_on_average():
   """Rounded to the nearest, b2 = 0.999 would keep them where they are."""
   drawn = np.random.default_rng(0).lognormal(-9, 2, 20_000).astype(np.float32)
