@@ -417,6 +417,13 @@ def test_weight_decay_alone_spares_the_norms(params):
   )
 
 
+def test_no_bias_decays_either():
+  tree = model.abstract_params(backbones.published("qwen2_5_7b"))
+  for path, pulled in jax.tree.leaves_with_path(learning.decayed(tree)):
+    name = jax.tree_util.keystr(path)
+    assert pulled == ("kernel" in name or "embedding" in name), name
+
+
 def test_warm_up_is_linear_and_counts_applied_updates(params):
   learner = make(kl_coefficient=0.0, warmup_updates=4)
   policy, rates = learner.init(params), []
