@@ -511,6 +511,7 @@ def test_huge_ratios_are_clamped_in_policy_kl_and_importance():
     assert all(np.isfinite(np.array(sums)))
     bound = math.exp(20) - 20 - 1
     assert float(sums.kl / sums.tokens) == pytest.approx(bound)
+    assert float(sums.ratio / sums.tokens) == pytest.approx(math.exp(20))
 
 
 def test_losses_differ_in_what_divides_a_token():
