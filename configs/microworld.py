@@ -21,12 +21,12 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config = common.get_config()
   config.name = "microworld"
   config.iterations = 40
-  config.questions = 16
+  config.questions = 32
   for role in (config.challenger, config.solver):
     role.turns = 5
     role.turn_tokens = 48
     role.episode_tokens = 288
-    role.learning_rate = 3e-4
+    role.learning_rate = 1.5e-4
     role.warmup_updates = 1
     role.kl_coefficient = 0.001
   config.policy.template = "bare"
