@@ -1,8 +1,13 @@
 """The microworld's commands, cut short: the warm start, then the main job."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from sesa_jax import main, metrics, worlds
+from sesa_jax import metrics
 
 pytestmark = pytest.mark.slow
 
@@ -20,30 +25,42 @@ FEW = (
 )
 
 
-def run(*flags):
-  return main.main(["main", *flags])
+# The command line, in a world of few scripted episodes.
+PROGRAM = (
+  "import runpy; from sesa_jax import worlds; worlds.EPISODES = 60;"
+  "runpy.run_module('sesa_jax.main', run_name='__main__', alter_sys=True)"
+)
 
 
-def test_warm_start_then_main_job(tmp_path, monkeypatch, capsys):
-  monkeypatch.setenv("SESA_JAX_ASSETS", str(tmp_path / "assets"))
-  monkeypatch.setattr(worlds, "EPISODES", 60)
+def test_warm_start_then_main_job(tmp_path):
+  env = os.environ | {"SESA_JAX_ASSETS": str(tmp_path / "assets")}
+
+  def run(*flags):
+    return subprocess.run(
+      [sys.executable, "-c", PROGRAM, *flags],
+      cwd=Path(__file__).parents[1],
+      env=env,
+      capture_output=True,
+      text=True,
+    )
+
   config = "--config=configs/microworld.py"
   play = (config, "--config.seed=5", f"--workdir={tmp_path / 'run'}", *FEW)
-  assert run(*play) == 2
-  assert (
-    "its policy is what --mode=sft makes" in capsys.readouterr().err.lower()
-  )
-  assert (
-    run(
+  refused = run(*play)
+  assert refused.returncode == 2
+  assert "its policy is what --mode=sft makes" in refused.stderr.lower()
+  for command in (
+    (
       "--mode=sft",
       f"{config}:warm_start",
       "--config.seed=5",
       f"--workdir={tmp_path / 'warm'}",
       "--config.sft.steps=3",
-    )
-    == 0
-  )
-  assert run(*play) == 0
+    ),
+    play,
+  ):
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
   folder = metrics.RunFolder(tmp_path / "run", writes=False)
   assert [row["iteration"] for row in folder.read("metrics.jsonl")] == [1, 2]
   cells = folder.read_json("eval.json", [])
@@ -58,4 +75,5 @@ def test_warm_start_then_main_job(tmp_path, monkeypatch, capsys):
   }
   assert shown  # of the world's own seed skills
   # Another world has no policy yet: it does not begin with this one's.
-  assert run(*play[:1], "--config.seed=6", f"--workdir={tmp_path / 'b'}") == 2
+  other = run(config, "--config.seed=6", f"--workdir={tmp_path / 'b'}")
+  assert other.returncode == 2
