@@ -334,7 +334,7 @@ def test_a_loss_or_a_gradient_alone_skips_an_update(
   params, loss, slope, applied
 ):
   """A gradient may overflow, and a loss hold what has no gradient."""
-  learner = make()
+  learner = make(gradient_clip=0.9)  # programs of its own: others count theirs
   run = learner.programs
   rates = learning.Rates(1.0, 1.0, 0.2, 0.285, 0.05, 0.0, 2.0, 1e-3, 1)
   policy = learner.init(params)
