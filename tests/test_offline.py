@@ -8,7 +8,13 @@ from sesa_jax.judge import offline
 from sesa_jax.judge.leaks import leaks, text_fields
 from sesa_jax.judge.offline import OfflineDistiller
 from sesa_jax.language import ENGLISH
-from sesa_jax.types import DistillFailure, FailureRecord, Passage, Skill
+from sesa_jax.types import (
+  DistillFailure,
+  FailureRecord,
+  Passage,
+  RightAttempt,
+  Skill,
+)
 
 PAGE = Passage(
   "1",
@@ -146,3 +152,49 @@ def test_order_of_candidates():
   early = distil(record("Which feeds?", ("Sarca",), "Mincio"), [])
   assert late.avoidance == "Taking the candidate mentioned last."
   assert early.avoidance == "Taking the candidate mentioned first."
+
+
+WRONG_PAGE = Passage(
+  "3", "Ash", "A novel of green cover, by Lee, of many years."
+)
+RIGHT_PAGE = Passage(
+  "4", "Ash", "A novel of brown cover, by Kim, of many years."
+)
+NOVEL = "Who wrote the novel Ash of brown cover and many years?"
+
+
+def contrast(*queries, pages=(RIGHT_PAGE,), question=NOVEL):
+  right = tuple(RightAttempt((query,), pages) for query in queries)
+  return record(question, ("Kim",), "Lee", (WRONG_PAGE,), right=right)
+
+
+@pytest.mark.parametrize(
+  ("case", "template"),
+  [
+    # `cover` is on both pages, `brown` on the right one alone.
+    (contrast("Ash brown cover"), "{entity} cover"),
+    (contrast("Ash", "Ash cover brown"), "{entity} cover"),
+    # All that was searched for is on the wrong page, too: no contrast.
+    (contrast("Ash many years"), None),
+    (contrast("Ash"), None),
+    # No word of it is general.
+    (contrast("Ash brown"), None),
+    # The right pages do not have it; the search was lucky otherwise.
+    (contrast("Ash brown cover", pages=(OTHER,)), None),
+    # Nothing stands before the name that could be told.
+    (contrast("Ash brown cover", question="Who wrote Ash, brown cover?"), None),
+    (contrast(), None),
+  ],
+)
+def test_a_right_query_is_a_lesson_where_it_made_the_difference(case, template):
+  skill = OfflineDistiller().distill(case, [])
+  if template is None:
+    assert skill.category == "person: decoy"
+    return
+  assert skill.category == "novel: contrast"
+  assert skill.templates == (template,)
+  assert "(cover)" in skill.trigger
+  assert "novel" in skill.trigger
+  assert leaks(skill, case, ENGLISH) is None
+  # Shown in vain, it is not written again.
+  assert OfflineDistiller().distill(case, [skill]).category == "person: decoy"

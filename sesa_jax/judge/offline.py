@@ -5,6 +5,9 @@ together from what was asked (a date, a person, ...), how (directly, by a
 comparison, ...), and what went wrong, read off the prediction, the targets and
 the passages. From the question come only plain words, never one that is part of
 a name, a title or an answer. Its only word lists are English function words.
+
+Where a record has right attempts, too (`distillation.contrast`), their queries
+are compared with the wrong attempt's pages: what they searched for is the lesson.
 """
 
 from __future__ import annotations
@@ -14,7 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sesa_jax.language import ENGLISH, Language
-from sesa_jax.types import Case, DistillFailure, FailureRecord, Skill
+from sesa_jax.types import (
+  Case,
+  DistillFailure,
+  FailureRecord,
+  RightAttempt,
+  Skill,
+)
 
 # What is asked: the pattern that matches earliest, of equals the first.
 _ASKED = (
@@ -109,6 +118,16 @@ _FAULTS = {
   ),
 }
 
+# The lesson of a right attempt's query: description, trigger, evidence,
+# avoidance, template.
+_CONTRAST = (
+  "Search for the {subject} by its {clue}.",
+  "{form} names a {subject} ({clue}) and similar pages are found.",
+  "A page with the same {clue} as the question.",
+  "Taking a {subject} with another {clue}.",
+  "{{entity}} {clue}",
+)
+
 _FUNCTION_WORDS = frozenset(
   """a about after all also am an and any are as at be been before being both
   but by can could did do does during each for from had has have he her him his
@@ -152,10 +171,64 @@ class OfflineDistiller:
     asked, _ = min(_ASKED, key=lambda a: _position(a[1], question))
     form = next(f for p, f in _FORMS if re.search(p, question))
     covered = {skill.category for skill in shown}
+    lesson = self._contrast(record, form)
+    if lesson and lesson.category not in covered:
+      return lesson
     for fault in self._faults(record):
       if f"{asked}: {fault}" not in covered:
         return self._write(record, asked, form, fault)
     return DistillFailure("the skills shown cover every fault", outage=False)
+
+  def _contrast(self, record: FailureRecord, form: str) -> Skill | None:
+    """Writes what right queries tell, if it differs from the wrong pages."""
+    subject = self._subject(record)
+    clue = next((c for r in record.right if (c := self._clue(record, r))), "")
+    if not subject or not clue:
+      return None
+    slots = dict(subject=subject, clue=clue, form=form)
+    description, trigger, evidence, avoidance, template = (
+      text.format(**slots) for text in _CONTRAST
+    )
+    return Skill(
+      id="",
+      category=f"{subject}: contrast",
+      description=description,
+      trigger=trigger,
+      evidence=evidence,
+      avoidance=avoidance,
+      templates=(template,),
+      origin=self.name,
+      source_question=record.question,
+      source_seed=record.seed_id,
+      created_at=record.iteration,
+    )
+
+  def _clue(self, record: FailureRecord, right: RightAttempt) -> str:
+    """The general words of a query that also has a particular one.
+
+    Of the question's words in it, general are those that the right and the
+    wrong attempt's pages have; particular those that the right ones alone have.
+    """
+    wrong_pages, right_pages = (
+      {w for p in pages for w in self.language.tokens(p.text)}
+      for pages in (record.passages, right.passages)
+    )
+    asked = set(self.language.tokens(record.question))
+    for query in right.queries:
+      words = [w for w in self.language.words(query) if w in asked]
+      words = [w for w in words if w in right_pages]
+      general = self._plain(record, [w for w in words if w in wrong_pages])
+      if general and set(words) - wrong_pages:
+        return " ".join(general)
+    return ""
+
+  def _subject(self, record: FailureRecord) -> str:
+    """The plain word right before a name in the question: lake in `lake X`."""
+    for name in self.language.entities(record.question):
+      match = re.search(rf"([a-z]+) {re.escape(name)}", record.question)
+      if match and (plain := self._plain(record, [match[1]])):
+        return plain[0]
+    return ""
 
   def _faults(self, record: FailureRecord) -> list[str]:
     """Names of `_FAULTS` that the record shows, in that order."""
