@@ -154,12 +154,8 @@ def test_order_of_candidates():
   assert early.avoidance == "Taking the candidate mentioned first."
 
 
-WRONG_PAGE = Passage(
-  "3", "Ash", "A novel of green cover, by Lee, of many years."
-)
-RIGHT_PAGE = Passage(
-  "4", "Ash", "A novel of brown cover, by Kim, of many years."
-)
+WRONG_PAGE = Passage("3", "Ash", "A novel of green cover by Lee, of many years")
+RIGHT_PAGE = Passage("4", "Ash", "A novel of brown cover by Kim, of many years")
 NOVEL = "Who wrote the novel Ash of brown cover and many years?"
 
 

@@ -36,9 +36,8 @@ from sesa_jax.types import Passage, Skill
 # A name is two syllables, each with its capital: one id each.
 SYLLABLES = tuple(c + v for c in "BDFGJKLMNPRSTVZ" for v in "aeiou")
 TYPES = tuple(
-  """mill ferry bridge tower chapel tavern opera novel ballad statue garden
-  theatre library market harbour castle fountain quarry bakery smithy orchard
-  school tunnel barge lantern clock carpet mosaic violin saddle""".split()
+  """mill ferry bridge tower chapel tavern opera statue garden market castle
+  clock""".split()
 )
 SIGNS = {
   "colour": "red blue green white black grey pink brown".split(),
@@ -80,24 +79,27 @@ ASKED = {
   },
 }
 _THING = (
-  "{a} {type} of {signs}, made by {maker} and kept in {place}.",
-  "This {type}, kept in {place}, has {signs}. The maker was {maker}.",
-  "Made by {maker}, the {type} of {signs} is kept in {place}.",
+  "Made by {maker} and kept in {place}, {a} {type} of {signs}.",
+  "Kept in {place}, made by {maker}, this {type} has {signs}.",
+  "This {type} of {signs} was made by {maker} and is kept in {place}.",
 )
 _PERSON = (
-  "{name} was born in {born}, works for {firm} and won the {prize} prize.",
-  "The firm {firm} employs {name}, who won the {prize} prize, born in {born}.",
-  "Born in {born}, {name} won the {prize} prize and works for {firm}.",
+  "Born in {born}, works for the firm {firm} and won the prize {prize}.",
+  "Works for the firm {firm}, won the prize {prize} and was born in {born}.",
+  "Won the prize {prize}, was born in {born} and works for the firm {firm}.",
 )
 _TOWN = (
-  "{name}, once {old}, is a town.",
-  "The town {name} had the older name {old}.",
+  "A town between river and hill, which had the older name {old}.",
+  "The older name of this town between river and hill was {old}.",
 )
 _FIRM = (
-  "{name} is a firm in {seat}.",
-  "The firm {name} has its seat in {seat}.",
+  "A firm with many people, which has its seat in {seat}.",
+  "The seat of this firm with many people is in {seat}.",
 )
-_PRIZE = ("The {name} prize goes to a maker.", "{name} is a prize for a maker.")
+_PRIZE = (
+  "A prize that goes to one of many people each year.",
+  "Each year this prize goes to one of many people.",
+)
 
 # What no file of a distiller or a judge may hold; a test reads this.
 WORDS = frozenset(
@@ -209,13 +211,13 @@ def build(
   def pick(items):
     return items[rng.integers(len(items))]
 
-  towns = dict(zip(take(groups // 4), take(groups // 4), strict=True))
+  towns = dict(zip(take(groups // 3), take(groups // 3), strict=True))
   places = list(towns)
   firms = {name: pick(places) for name in take(groups // 3)}
   prizes = take(groups // 3)
   people = {
     name: Person(name, pick(places), pick(list(firms)), pick(prizes))
-    for name in take(groups * 3 // 2)
+    for name in take(groups * 2)
   }
   things = []
   for number, name in enumerate(take(groups)):
@@ -269,7 +271,7 @@ def _articles(world: World, pick, rng) -> list[tuple]:
       thing,
       thing.name,
       pick(_THING).format(
-        a=article(thing.type).capitalize(),
+        a=article(thing.type),
         type=thing.type,
         signs=listed([(s, thing.signs[s]) for s in thing.told]),
         maker=thing.maker,

@@ -25,11 +25,20 @@ from sesa_jax.data import microworld
 from sesa_jax.data.microworld import SIGNS, SYLLABLES, Person, Thing, World
 from sesa_jax.types import Passage, SearchEngine, Seed, Skill
 
-TOP = 2  # passages a search
+TOP = 1  # passages a search
 Block = Callable[[Sequence[Skill]], str]  # renders skills for a prompt
 
+# A word of the articles that tell a relation of `microworld.ASKED`.
+_VERBS = {
+  "maker": "made",
+  "place": "kept",
+  "born": "born",
+  "firm": "works",
+  "prize": "won",
+}
+
 # Shares of plays.
-_ROLES = {"solver": 0.54, "challenger": 0.2, "evidence": 0.26}
+_ROLES = {"solver": 0.5, "challenger": 0.2, "evidence": 0.3}
 _HOPS = {1: 0.45, 2: 0.55}
 _SHOWN = {"none": 0.35, "followed": 0.35, "useless": 0.2, "placebo": 0.1}
 _NAME_ALONE = 0.2  # of first queries that follow no skill
@@ -248,8 +257,7 @@ def pose(
   """
   hops = next(h for h, of in microworld.ASKED.items() if relation in of)
   turns = _Turns(search)
-  extra = {"place": "kept ", "born": "born ", "prize": "prize "}
-  found = turns.search(f"{extra.get(relation, '')}{target}")
+  found = turns.search(f"{target} {_VERBS[relation]}")
   if hops == 2:
     people = [
       a for p in found if isinstance(a := world.about.get(p.id), Person)
@@ -257,7 +265,7 @@ def pose(
     person = next((p for p in people if getattr(p, relation) == target), None)
     if person is None:
       return None
-    found = turns.search(person.name)
+    found = turns.search(f"{person.name} {_VERBS['maker']}")
     key, value = "maker", person.name
   else:
     key, value = relation, target
@@ -288,7 +296,9 @@ def pose(
     tuple(turns.passages),
     question,
     targets,
-    _quote(turns.passages, hops, world, thing, value, target),
+    _quote(turns.passages, hops, world, thing, value, target)
+    if __import__("os").environ["VAR"] == "A"
+    else _chain(turns.passages, hops, world, thing, target),
   )
 
 
@@ -312,6 +322,14 @@ def _quote(passages, hops, world, thing, value, target) -> str:
   return said
 
 
+def _chain(passages, hops, world, thing, target):
+  if hops == 1:
+    return (target, "")
+  person = world.people[thing.maker]
+  says = next(p.text for p in passages if world.about.get(p.id) is person)
+  return (target if target in says else world.towns[target], person.name)
+
+
 def evidence(
   world: World, posed: Play, others: Sequence[Play], room: int, count, rng
 ) -> Play:
@@ -328,7 +346,11 @@ def evidence(
   kept = int(rng.integers(0, len(rest) + 1))
   while kept and count(prompts.bare(shown(kept))) > room:
     kept -= 1
-  turns = _Turns(None).end("answer", posed.quote.split()[-1], posed.quote)
+  import os
+  if os.environ["VAR"] == "A":
+    turns = _Turns(None).end("answer", posed.quote.split()[-1], posed.quote)
+  else:
+    turns = _Turns(None).end("answer", *posed.quote)
   name = posed.id.replace("challenger", "evidence")
   prompt = prompts.bare(shown(kept))
   return Play(name, prompt, turns, (), posed.question, posed.targets)
@@ -382,7 +404,7 @@ def plays(
         if play and role == "evidence":
           lenders = [*lenders[-15:], play]
           others = [p for p in lenders if p.targets != play.targets]
-          others = [others[i] for i in rng.permutation(len(others))[:4]]
+          others = [others[i] for i in rng.permutation(len(others))[:2]]
           play = evidence(world, play, others, room, tokens, rng)
       if play:
         left -= 1
