@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sesa_jax import config as config_lib
 from sesa_jax import manifest, metrics, plots, worlds
 
@@ -34,6 +36,12 @@ RESULTS = ROOT / "benchmarks/microworld"
 CONFIG = "configs/microworld.py"
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 BANKS = ("none", "final", "placebo", "scrambled")
+# Where a warm start must lie before anything is trained from it.
+GATE = {
+  "valid proposals": (0.5, 0.9),
+  "two hops, greedy": (0.2, 0.5),
+  "two hops, sampled": (0.2, 0.5),
+}
 # The warm start knows one layout of prompts: an arm must not change it.
 _SSP = ("--config.policy.template=bare",)
 
@@ -51,7 +59,11 @@ class Arm:
 
 
 ARMS = {
-  "start": Arm("the warm start, before any training", kind="start"),
+  "start": Arm(
+    "the warm start, before any training",
+    banks=(*BANKS, "other"),
+    kind="start",
+  ),
   "sesa": Arm("the method"),
   "ssp": Arm("self-play without skills", "ssp_paper", _SSP, ("none",)),
   "ssp_matched": Arm(
@@ -67,6 +79,10 @@ ARMS = {
   "no_frontier": Arm("SSP's reward, no gate", "no_frontier"),
   "no_distillation": Arm("nothing is admitted", "no_distillation"),
   "placebo": Arm("trained on skills that should not help", "placebo"),
+  "contrast": Arm(
+    "the distiller also sees right attempts",
+    flags=("--config.distillation.contrast=True",),
+  ),
   **{
     f"invalid_{how}": Arm(
       f"invalid proposals: {how}", flags=(f"--config.challenger.invalid={how}",)
@@ -141,6 +157,7 @@ class Sweep:
     flags: of every command, after the arm's.
     seeds: worlds; another world of one is the next in the list.
     launch: runs the main job with such words.
+    gate: bounds of `check_gate`.
   """
 
   config: str
@@ -149,6 +166,9 @@ class Sweep:
   flags: tuple[str, ...]
   seeds: tuple[int, ...]
   launch: Callable[[Sequence[str]], float] = launch
+  gate: Mapping[str, tuple[float, float]] = dataclasses.field(
+    default_factory=lambda: GATE
+  )
 
   def result(self, name: str, seed: int) -> Path:
     """The file of a finished cell."""
@@ -162,7 +182,8 @@ class Sweep:
     """Makes a cell, and says whether there was anything to do.
 
     Raises:
-      ValueError: a cell that this one needs is not finished.
+      ValueError: a cell that this one needs is not finished, or the warm start
+        is out of `gate`.
       RuntimeError: a step failed; the next start tries it again.
     """
     arm, place = ARMS[name], self.result(name, seed)
@@ -171,6 +192,8 @@ class Sweep:
     for needed in (*arm.needs, *(["start"] if name != "start" else [])):
       if not self.result(needed, seed).exists():
         raise ValueError(f"{name} needs {needed} of seed {seed} first.")
+    if arm.kind == "train":
+      check_gate(json.loads(self.result("start", seed).read_text()), self.gate)
     self.folder(name, seed).mkdir(parents=True, exist_ok=True)
     run = getattr(self, f"_{arm.kind}")(name, seed)
     cell = describe(run, self.folder(name, seed))
@@ -194,11 +217,18 @@ class Sweep:
     )
     if spent:
       notes.write_json("steps.json", {"warm start": spent})
+    # One iteration, for what the challenger poses before it learns.
+    run = self.folder(name, seed) / "run"
+    flags = ("--config.iterations=1", "--config.questions=64")
+    flags += ("--config.eval.banks=('none',)",)
+    self._step(name, seed, "pose", flags, run=run)
+    other = f"--config.eval.other=mined:{worlds.PREFIX}{seed}/right.jsonl"
     for how, temperature in TEMPERATURES.items():
-      run = self.folder(name, seed) / how
-      flags = ("--config.iterations=0", *_evaluating(temperature, BANKS))
-      self._step(name, seed, how, flags, run=run)
-      cells = json.loads((run / "eval.json").read_text())
+      place = self.folder(name, seed) / f"at {how}"
+      flags = ("--config.iterations=0", other)
+      flags += _evaluating(temperature, ARMS[name].banks)
+      self._step(name, seed, how, flags, run=place)
+      cells = json.loads((place / "eval.json").read_text())
       _keep(self.folder(name, seed), how, cells)
     return run
 
@@ -275,6 +305,34 @@ class Sweep:
       ]
     )
     notes.write_json("steps.json", taken)
+
+
+def standing(cell: Mapping[str, Any]) -> dict[str, float]:
+  """Returns what `GATE` bounds, of the cell of a warm start."""
+  two = np.array([hops == "2" for hops in cell["hops"]])
+  _, valid = cell["panels"]["valid_rate"]["valid"]
+  found = {"valid proposals": valid[0]}
+  for how in TEMPERATURES:
+    right = cell["evaluations"][how]["none"]["right"]
+    found[f"two hops, {how}"] = np.array(list(map(int, right)))[two].mean()
+  return found
+
+
+def check_gate(
+  cell: Mapping[str, Any], gate: Mapping[str, tuple[float, float]] = GATE
+) -> None:
+  """Refuses a warm start that is not worth training.
+
+  Raises:
+    ValueError: a number is out of its bounds.
+  """
+  for name, value in standing(cell).items():
+    low, high = gate.get(name, (-math.inf, math.inf))
+    if not low <= value <= high:
+      raise ValueError(
+        f"The warm start of seed {cell['seed']}: {name} {value:.2f}, wanted "
+        f"{low} to {high}. Change the warm start, or pass --ungated."
+      )
 
 
 def _evaluating(temperature: float, banks: Sequence[str]) -> tuple[str, ...]:
@@ -411,6 +469,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--arms", default=",".join(ARMS))
   parser.add_argument("--work", default="runs/microworld")
   parser.add_argument("--results", default=str(RESULTS))
+  parser.add_argument(
+    "--ungated", action="store_true", help="train from any warm start"
+  )
   parser.add_argument("--report", action="store_true", help="print the tables")
   flags, others = parser.parse_known_args(argv)
   if flags.report:
@@ -427,6 +488,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results=Path(flags.results).absolute(),
     flags=tuple(others),
     seeds=tuple(map(int, flags.seeds.split(","))),
+    gate={} if flags.ungated else GATE,
   )
   for name, seed in order(flags.arms.split(","), sweep.seeds):
     made = sweep.make(name, seed)

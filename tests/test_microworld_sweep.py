@@ -106,6 +106,7 @@ def fresh(tmp_path, job):
     flags=("--config.questions=3",),
     seeds=(7, 8),
     launch=job,
+    gate={},
   )
 
 
@@ -190,11 +191,38 @@ def test_the_start_is_evaluated_without_training(fresh, job):
   with pytest.raises(ValueError, match="needs start of seed 7 first"):
     sweep.make("sesa", 7)
   sweep.make("start", 7)
-  assert [f["config.iterations"] for f in job.called] == ["0", "0"]
-  assert len({f["workdir"] for f in job.called}) == 2
+  posed, *evaluated = job.called
+  # What the challenger poses in the one iteration is its own from before it.
+  assert posed["config.iterations"] == "1"
+  assert [f["config.iterations"] for f in evaluated] == ["0", "0"]
+  assert len({f["workdir"] for f in job.called}) == 3
+  for flags in evaluated:
+    assert flags["config.eval.other"] == "mined:microworld:7/right.jsonl"
   cell = made(sweep, "start", 7)
-  assert cell["iterations"] == cell["sampled_tokens"] == 0
+  assert set(cell["evaluations"]["sampled"]) == {*sweep_lib.BANKS, "other"}
   assert cell["evaluations"]["greedy"]["none"]["right"] == "11000000"
+
+
+def test_nothing_is_trained_from_a_warm_start_out_of_the_gate(fresh, job):
+  fresh.make("start", 7)
+  # By hand: 1/8 of the proposals valid, 2 of 8 two-hop questions right.
+  assert sweep_lib.standing(made(fresh, "start", 7)) == {
+    "valid proposals": 0.125,
+    "two hops, greedy": 0.25,
+    "two hops, sampled": 0.25,
+  }
+  calls = len(job.called)
+  strict = sweep_lib.dataclasses.replace(fresh, gate=sweep_lib.GATE)
+  with pytest.raises(
+    ValueError, match="valid proposals 0.12, wanted 0.5"
+  ):
+    strict.make("sesa", 7)
+  assert len(job.called) == calls
+  bounds = sweep_lib.GATE | {"valid proposals": (0.1, 0.2)}
+  assert sweep_lib.dataclasses.replace(fresh, gate=bounds).make("sesa", 7)
+  bounds |= {"two hops, sampled": (0.3, 0.5)}
+  with pytest.raises(ValueError, match="two hops, sampled"):
+    sweep_lib.dataclasses.replace(fresh, gate=bounds).make("ssp", 7)
 
 
 def test_the_matched_run_samples_as_much(sweep, job):
@@ -251,8 +279,8 @@ def test_the_warm_start_is_made_once(fresh, job, tmp_path, monkeypatch):
     "episodes": str(tmp_path / "episodes.jsonl"),
     "out": str(policy),
   }
-  assert [flags["config"] for flags in others] == ["x/microworld.py:sesa"] * 2
-  taken = {"warm start": 10, "greedy": 10, "sampled": 10}
+  assert [flags["config"] for flags in others] == ["x/microworld.py:sesa"] * 3
+  taken = {"warm start": 10, "pose": 10, "greedy": 10, "sampled": 10}
   assert made(sweep, "start", 7)["cpu_seconds"] == taken
   policy.mkdir()
   sweep.make("start", 8)
