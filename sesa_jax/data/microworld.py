@@ -80,13 +80,13 @@ ASKED = {
 }
 _THING = (
   "Made by {maker} and kept in {place}, {a} {type} of {signs}.",
-  "Kept in {place}, made by {maker}, this {type} has {signs}.",
-  "This {type} of {signs} was made by {maker} and is kept in {place}.",
+  "Kept in {place} and made by {maker}, {a} {type} of {signs}.",
+  "This was made by {maker} and is kept in {place}: {a} {type} with {signs}.",
 )
 _PERSON = (
-  "Born in {born}, works for the firm {firm} and won the prize {prize}.",
-  "Works for the firm {firm}, won the prize {prize} and was born in {born}.",
-  "Won the prize {prize}, was born in {born} and works for the firm {firm}.",
+  "Born in {born}, works for {firm} and won {prize}.",
+  "Works for {firm}, won {prize} and was born in {born}.",
+  "Won {prize}, was born in {born} and works for {firm}.",
 )
 _TOWN = (
   "A town between river and hill, which had the older name {old}.",

@@ -28,17 +28,11 @@ from sesa_jax.types import Passage, SearchEngine, Seed, Skill
 TOP = 1  # passages a search
 Block = Callable[[Sequence[Skill]], str]  # renders skills for a prompt
 
-# A word of the articles that tell a relation of `microworld.ASKED`.
-_VERBS = {
-  "maker": "made",
-  "place": "kept",
-  "born": "born",
-  "firm": "works",
-  "prize": "won",
-}
+# What the articles of things and of people say in any case.
+_FINDS = {1: "made kept", 2: "born works won"}
 
 # Shares of plays.
-_ROLES = {"solver": 0.5, "challenger": 0.2, "evidence": 0.3}
+_ROLES = {"solver": 0.4, "challenger": 0.22, "evidence": 0.38}
 _HOPS = {1: 0.45, 2: 0.55}
 _SHOWN = {"none": 0.35, "followed": 0.35, "useless": 0.2, "placebo": 0.1}
 _NAME_ALONE = 0.2  # of first queries that follow no skill
@@ -257,7 +251,7 @@ def pose(
   """
   hops = next(h for h, of in microworld.ASKED.items() if relation in of)
   turns = _Turns(search)
-  found = turns.search(f"{target} {_VERBS[relation]}")
+  found = turns.search(f"{target} {_FINDS[hops]}")
   if hops == 2:
     people = [
       a for p in found if isinstance(a := world.about.get(p.id), Person)
@@ -265,7 +259,7 @@ def pose(
     person = next((p for p in people if getattr(p, relation) == target), None)
     if person is None:
       return None
-    found = turns.search(f"{person.name} {_VERBS['maker']}")
+    found = turns.search(f"{person.name} {_FINDS[1]}")
     key, value = "maker", person.name
   else:
     key, value = relation, target
@@ -296,30 +290,8 @@ def pose(
     tuple(turns.passages),
     question,
     targets,
-    _quote(turns.passages, hops, world, thing, value, target)
-    if __import__("os").environ["VAR"] == "A"
-    else _chain(turns.passages, hops, world, thing, target),
+    _chain(turns.passages, hops, world, thing, target),
   )
-
-
-def _quote(passages, hops, world, thing, value, target) -> str:
-  """What articles say up to the answer, each from its title on.
-
-  A small model finds an article by writing its title, and copies on from there.
-  """
-
-  def upto(about, found):
-    passage = next(p for p in passages if world.about.get(p.id) is about)
-    before, name, _ = passage.text.partition(found)
-    return f"{passage.title}) {before}{name}"
-
-  said = upto(thing, value)
-  if hops == 2:
-    person = world.people[thing.maker]
-    says = next(p.text for p in passages if world.about.get(p.id) is person)
-    named = target if target in says else world.towns[target]
-    said += f" {upto(person, named)}"
-  return said
 
 
 def _chain(passages, hops, world, thing, target):
@@ -343,14 +315,10 @@ def evidence(
     order = rng.permutation(len(passages))
     return prompts.evidence(posed.question, [passages[i] for i in order])
 
-  kept = int(rng.integers(0, len(rest) + 1))
+  kept = len(rest)
   while kept and count(prompts.bare(shown(kept))) > room:
     kept -= 1
-  import os
-  if os.environ["VAR"] == "A":
-    turns = _Turns(None).end("answer", posed.quote.split()[-1], posed.quote)
-  else:
-    turns = _Turns(None).end("answer", *posed.quote)
+  turns = _Turns(None).end("answer", *posed.quote)
   name = posed.id.replace("challenger", "evidence")
   prompt = prompts.bare(shown(kept))
   return Play(name, prompt, turns, (), posed.question, posed.targets)
@@ -368,7 +336,7 @@ def plays(
   tokens: Callable[[str], int],
   hops: Sequence[int] = (1, 2),
   room: int = 224,
-  worlds: int = 6,
+  worlds: int = 12,
 ) -> Iterator[tuple[World, Play]]:
   """Yields plays of all roles, names as they are in worlds of their own.
 
@@ -404,7 +372,9 @@ def plays(
         if play and role == "evidence":
           lenders = [*lenders[-15:], play]
           others = [p for p in lenders if p.targets != play.targets]
-          others = [others[i] for i in rng.permutation(len(others))[:2]]
+          others = [
+            others[i] for i in rng.permutation(len(others))[: rng.integers(3)]
+          ]
           play = evidence(world, play, others, room, tokens, rng)
       if play:
         left -= 1
