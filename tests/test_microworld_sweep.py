@@ -213,9 +213,7 @@ def test_nothing_is_trained_from_a_warm_start_out_of_the_gate(fresh, job):
   }
   calls = len(job.called)
   strict = sweep_lib.dataclasses.replace(fresh, gate=sweep_lib.GATE)
-  with pytest.raises(
-    ValueError, match="valid proposals 0.12, wanted 0.5"
-  ):
+  with pytest.raises(ValueError, match="valid proposals 0.12, wanted 0.5"):
     strict.make("sesa", 7)
   assert len(job.called) == calls
   bounds = sweep_lib.GATE | {"valid proposals": (0.1, 0.2)}

@@ -52,7 +52,7 @@ class Play:
   passages: tuple[Passage, ...] = ()  # that its searches found
   question: str = ""
   targets: tuple[str, ...] = ()
-  quote: str = ""  # of a posed question: what its passages say, to the answer
+  told: tuple[str, str] = ("", "")  # of a posed question: see `_told_by`
 
   def row(self) -> dict:
     """Returns it as a line of JSON, for `--mode=sft`."""
@@ -290,16 +290,17 @@ def pose(
     tuple(turns.passages),
     question,
     targets,
-    _chain(turns.passages, hops, world, thing, target),
+    _told_by(turns.passages, hops, world, thing, target),
   )
 
 
-def _chain(passages, hops, world, thing, target):
+def _told_by(passages, hops, world, thing, target) -> tuple[str, str]:
+  """The answer as passages tell it, and the maker where that leads to it."""
   if hops == 1:
-    return (target, "")
-  person = world.people[thing.maker]
-  says = next(p.text for p in passages if world.about.get(p.id) is person)
-  return (target if target in says else world.towns[target], person.name)
+    return target, ""
+  maker = world.people[thing.maker]
+  says = next(p.text for p in passages if world.about.get(p.id) is maker)
+  return target if target in says else world.towns[target], maker.name
 
 
 def evidence(
@@ -318,7 +319,7 @@ def evidence(
   kept = len(rest)
   while kept and count(prompts.bare(shown(kept))) > room:
     kept -= 1
-  turns = _Turns(None).end("answer", *posed.quote)
+  turns = _Turns(None).end("answer", *posed.told)
   name = posed.id.replace("challenger", "evidence")
   prompt = prompts.bare(shown(kept))
   return Play(name, prompt, turns, (), posed.question, posed.targets)

@@ -7,7 +7,7 @@ the passages. From the question come only plain words, never one that is part of
 a name, a title or an answer. Its only word lists are English function words.
 
 Where a record has right attempts, too (`distillation.contrast`), their queries
-are compared with the wrong attempt's pages: what made the difference is told.
+are compared with the wrong attempt's pages: what led elsewhere is a lesson.
 """
 
 from __future__ import annotations
