@@ -38,7 +38,7 @@ _SHOWN = {"none": 0.35, "followed": 0.35, "useless": 0.2, "placebo": 0.1}
 _NAME_ALONE = 0.2  # of first queries that follow no skill
 _MISSPELT = 0.04  # of first queries: nothing is found, and it is tried again
 _STRAY = 0.1  # of plays with a skill, that do not follow it
-_LOOKS_ON = 0.25  # of posed questions: after namesakes
+_LOOKS_ON = 0.5  # of posed questions: at a namesake, to mislead
 _SLIP = 0.1  # of posed questions that leave out what tells namesakes apart
 
 
@@ -267,15 +267,14 @@ def pose(
   thing = next((t for t in things if getattr(t, key) == value), None)
   if thing is None:
     return None
-  told = list(thing.told)
-  if rng.random() < _LOOKS_ON:
-    for passage in turns.search(thing.name):
-      other = world.about.get(passage.id)
-      if isinstance(other, Thing) and other.name == thing.name:
-        told += [s for s in other.told if s not in told]
   rule = world.rules[thing.type]
-  others = [str(s) for s in rng.permutation([s for s in told if s != rule])]
-  kept = others[:3] if rng.random() < _SLIP else [rule, *others[:2]]
+  others = [sign for sign in thing.told if sign != rule]
+  if rng.random() < _LOOKS_ON:
+    # What only namesakes' articles tell finds those, not this one.
+    unlike = [sign for sign in SIGNS if sign not in thing.told]
+    if turns.search(" ".join((thing.name, *unlike))):
+      others = unlike
+  kept = others if rng.random() < _SLIP else [rule, *others]
   signs = [(str(s), thing.signs[s]) for s in rng.permutation(kept)]
   question = microworld.ask(thing, relation, signs, rng)
   targets = (target,)
