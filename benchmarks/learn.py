@@ -6,8 +6,8 @@
 A run of the main job on the microworld, from a warm start that is cached, is
 measured (accuracy before and after, rewards, valid proposals, entropy, KL,
 engine against learner) and each number compared with a band. Bands are
-recorded from runs of several seeds, so that all numbers of a run as good as
-those lie inside 9 times out of 10.
+recorded from runs of several seeds in one world, so that all numbers of a run
+as good as those lie inside 9 times out of 10.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.special
@@ -25,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import microworld
-from sesa_jax import metrics
+from configs import microworld as setting
+from sesa_jax import metrics, worlds
 
 BANDS = microworld.ROOT / "benchmarks/learn.json"
 FALSE_ALARMS = 0.1  # runs of which some number lies outside, of good ones
@@ -40,24 +42,24 @@ _LAST = {
   "solver/logprob_gap/mean": "engine against learner",
 }
 
+_BANKS = {"none": "accuracy without skills", "final": "accuracy with skills"}
+
 Measured = Mapping[str, float]
 
 
 def measure(workdir: Path) -> dict[str, float]:
   """Measures a finished run; what it lacks is left out."""
   folder = metrics.RunFolder(workdir, writes=False)
-  scores: dict[int, list[float]] = {}
-  for cell in folder.read_json("eval.json", []):
-    if cell["bank"] == "none" and cell["em"] is not None:
-      scores.setdefault(cell["iteration"], []).append(cell["em"])
   found = {}
-  if scores:
-    first, last = (np.mean(scores[f(scores)]) for f in (min, max))
-    found = {
-      "accuracy before": float(first),
-      "accuracy after": float(last),
-      "accuracy gained": float(last - first),
-    }
+  for bank, label in _BANKS.items():
+    scores: dict[int, list[float]] = {}
+    for cell in folder.read_json("eval.json", []):
+      if cell["bank"] == bank and cell["em"] is not None:
+        scores.setdefault(cell["iteration"], []).append(cell["em"])
+    if scores:
+      first, last = (np.mean(scores[f(scores)]) for f in (min, max))
+      found[f"{label}, after"] = float(last)
+      found[f"{label}, gained"] = float(last - first)
   rows = folder.read("metrics.jsonl")
   rows = rows[-math.ceil(len(rows) / 3) :] if rows else []
   for name, label in _LAST.items():
@@ -116,6 +118,26 @@ def false_alarms(runs: Sequence[Measured]) -> int:
   )
 
 
+def pinned(world: int) -> list[str]:
+  """Returns flags that keep a run in one world, whatever its own seed."""
+  config = setting.get_config()
+  config.unlock()
+  config.seed = world
+  return [
+    f"--config.{name}={value}"
+    for name, value in _leaves(config.to_dict())
+    if worlds.PREFIX in str(value)
+  ]
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple]:
+  for name, value in tree.items():
+    if isinstance(value, Mapping):
+      yield from _leaves(value, f"{above}{name}.")
+    else:
+      yield above + name, value
+
+
 def table(
   measured: Measured, known: Mapping[str, tuple[float, float]]
 ) -> Table:
@@ -136,7 +158,8 @@ def main(
   """Runs and judges, or records; returns the exit code."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--config", default=microworld.CONFIG)
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--world", type=int, default=0)
+  parser.add_argument("--seed", type=int, default=0, help="of the run")
   parser.add_argument("--workdir", default="runs/learn")
   parser.add_argument("--bands", default=str(BANDS))
   parser.add_argument("--record", default="", help="seeds to record bands of")
@@ -146,12 +169,17 @@ def main(
     console.print(f"{path} is missing: record bands with --record=SEEDS.")
     return 2
 
+  top = Path(flags.workdir).absolute()
+  words = [f"--config={flags.config}"]
+  if microworld.of_a_world(flags.config):
+    words += pinned(flags.world)
+    warm = top / f"warm-{flags.world}"
+    microworld.warm_start(flags.config, flags.world, warm, launch)
+
   def run(seed: int) -> dict[str, float]:
-    workdir = Path(flags.workdir).absolute() / str(seed)
-    warm = workdir.with_name(f"warm-{seed}")
-    microworld.warm_start(flags.config, seed, warm, launch)
-    words = [f"--config={flags.config}", f"--workdir={workdir}"]
-    launch([*words, f"--config.seed={seed}", *others])
+    workdir = top / str(seed)
+    own = [f"--workdir={workdir}", f"--config.seed={seed}"]
+    launch([*words, *own, *others])
     return measure(workdir)
 
   if flags.record:

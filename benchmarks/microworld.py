@@ -123,6 +123,11 @@ def launch(words: Sequence[str]) -> float:
   return spent() - before
 
 
+def of_a_world(config: str) -> bool:
+  """Says whether a config file is the microworld's, and none for a test."""
+  return Path(config).name == Path(CONFIG).name
+
+
 def warm_start(
   config: str,
   seed: int,
@@ -135,7 +140,7 @@ def warm_start(
     The CPU-seconds that this took; 0 where there was nothing to do, as with
     configs of no world.
   """
-  if Path(config).name != Path(CONFIG).name:
+  if not of_a_world(config):
     return 0.0
   policy = config_lib.locate(f"{worlds.PREFIX}{seed}/policy", exists=False)
   if Path(policy).exists():

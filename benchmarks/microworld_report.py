@@ -35,6 +35,7 @@ PAIRS = (
     ("no_distillation", "final"),
     ("sesa", "final"),
   ),
+  ("On with contrast - On", ("sesa", "final"), ("contrast", "final")),
   ("Off - trained on placebo, Off", ("placebo", "none"), ("sesa", "none")),
   ("final - placebo", ("sesa", "placebo"), ("sesa", "final")),
   ("final - scrambled", ("sesa", "scrambled"), ("sesa", "final")),
@@ -64,6 +65,7 @@ def report(folder: Path) -> str:
     "Intervals are 95 %, by a bootstrap over seeds and, in each, over "
     "questions (2,000 draws, percentiles). Of 3 to 5 seeds it is too narrow: "
     "see each seed's value beside it. Numbers are percent.",
+    _starts(cells),
     _gains(cells, trained),
     _splits(cells, trained),
     _areas(cells, trained),
@@ -189,6 +191,35 @@ def _interval(found: paired.Interval) -> str:
 def _by_seed(tables: Mapping[int, np.ndarray]) -> str:
   less = (t[:, 9].mean() - t[:, 4].mean() for _, t in sorted(tables.items()))
   return " ".join(f"{100 * x:+.0f}" for x in less)
+
+
+def _starts(cells: Cells) -> str:
+  rows = []
+  for (arm, seed), cell in cells.items():
+    if arm != "start":
+      continue
+    two = np.array([hops == "2" for hops in cell["hops"]])
+    posed = cell["panels"].get("valid_rate", {}).get("valid", [[], [math.nan]])
+    for bank in cell["evaluations"]["greedy"]:
+      row = [str(seed), _points(posed[1][0]), bank]
+      for how in _HOW:
+        right = columns(cell, how, bank)["right"]
+        for hops in (~two, two):
+          shares = [
+            _points(right[hops & chosen(cell, trap)].mean())
+            if (hops & chosen(cell, trap)).any()
+            else "-"
+            for trap in ("t", "h")
+          ]
+          row.append(" / ".join(shares))
+      rows.append(row)
+  asked = [f"{_WORDS[how]}, {n}" for how in _HOW for n in ("1 hop", "2 hops")]
+  return _table(
+    "The warm start: what it poses, and answers of taught / held-out traps; "
+    "`other` holds the true rules of all types",
+    ("seed", "valid", "bank", *asked),
+    rows,
+  )
 
 
 def _gains(cells: Cells, arms: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import rich.console
 
 from benchmarks import demo_learn, learn
+from configs import microworld as setting
 from sesa_jax import metrics
 from tests.test_show import make_row
 
@@ -45,9 +47,10 @@ def test_a_run_is_measured_by_hand(tmp_path):
   # The last third of 7 iterations is 5, 6 and 7.
   assert found == pytest.approx(
     {
-      "accuracy before": 0.5,
-      "accuracy after": 0.75,
-      "accuracy gained": 0.25,
+      "accuracy without skills, after": 0.75,
+      "accuracy without skills, gained": 0.25,
+      "accuracy with skills, after": 0.0,
+      "accuracy with skills, gained": -1.0,
       "solver's reward": 0.6,
       "valid proposals": 0.5,
       "solver's KL": 0.25,
@@ -79,6 +82,18 @@ def test_good_runs_rarely_fail():
   assert 10 < failed < 45  # a tenth of 300, or a little fewer
   runs = [{"x": x} for x in (1.0, 1.1, 0.9, 1.05, 9.0)]
   assert learn.false_alarms(runs) == 1
+
+
+def test_a_run_stays_in_its_world_whatever_its_seed():
+  """All that a config takes from its own world is taken from that one."""
+  config = setting.get_config()
+  config.unlock()
+  config.seed = 9
+  own = len(re.findall("microworld:9/", str(config.to_dict())))
+  flags = learn.pinned(3)
+  assert len(flags) == own > 6
+  assert all("microworld:3/" in flag for flag in flags)
+  assert "--config.policy.path=microworld:3/policy" in flags
 
 
 def test_what_is_missing_or_not_a_number_is_outside():

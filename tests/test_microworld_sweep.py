@@ -373,6 +373,10 @@ def rows(text, title):
 
 def test_report_by_hand(finished):
   text = report_lib.report(finished)
+  # Questions are taught 1 hop (right), taught 2 hops, held out 1 and 2 hops.
+  starts = {tuple(row[:3]): row[3:] for row in rows(text, "The warm start")}
+  shares = ["100.0 / 0.0", "0.0 / 0.0"]
+  assert starts["2", "20.0", "final"] == shares + shares
   gains = {tuple(row[:3]): row[3:] for row in rows(text, "What training")}
   assert gains["sesa", "none", "greedy"][0] == "25.0 to 50.0"
   assert gains["sesa", "none", "greedy"][1].startswith("+25.0 [")
