@@ -1,6 +1,6 @@
 """A small invented world to learn search in: articles, questions, skills.
 
-Things of thirty types (a mill, a ferry, ...) stand in towns and were made by
+Things of twelve types (a mill, a ferry, ...) stand in towns and were made by
 people, who were born in towns, work for firms and won prizes. Five things share
 each name. An article of a thing tells three of its five signs (colour, wood,
 ...): one in which namesakes differ, and two that they have in common. Which
@@ -8,9 +8,12 @@ sign differs is the *rule* of the type, drawn with the seed of the world. A
 question tells three signs, too: the one that differs, and two that its own
 article leaves out and others of that name tell. So
 
-* the name alone finds some bearers of it,
+* the name alone finds any bearer of it,
 * the name with the sign of the rule finds the right one,
 * the name with another sign, or the whole question, finds others.
+
+What leads on stands near the title of an article: a policy of a million
+parameters that reads several at once tells by that whose fact is whose.
 
 Nothing in a question says which of its signs is the one. Types are split into
 `taught` ones, whose rule stands in the seed skills and is played in the warm

@@ -4,8 +4,10 @@ The script knows the protocol and copies what it reads; it does not know which
 sign tells namesakes apart. Without a skill for the type it searches with any of
 the signs told, or with the name alone, and answers from what that finds, right
 or wrong. With one it mostly follows it. It never searches with the whole
-question. Names, and values of signs, are drawn anew in each episode: nothing
-about them can be learned by heart.
+question. The challenger searches from the answer to a thing, and half of the
+time on to a namesake, whose signs mislead in the question. The evidence check
+names the maker first where two hops lead to the answer. Names, and values of
+signs, are drawn anew in each episode: nothing about them is learned by heart.
 
 Nothing of the distiller is known here, and nothing of this to the distiller.
 """
