@@ -231,10 +231,10 @@ def draw(found: Mapping[str, Panel], columns: int = 2) -> Any:
   columns = min(columns, len(found))
   rows = math.ceil(len(found) / columns)
   figure = Figure(figsize=(5.5 * columns, 3.4 * rows), layout="constrained")
-  places = figure.subplots(rows, columns, squeeze=False).flat
+  places = list(figure.subplots(rows, columns, squeeze=False).flat)
   for axes, panel in zip(places, found.values(), strict=False):
     _draw(figure, axes, panel)
-  for axes in list(places)[len(found) :]:
+  for axes in places[len(found) :]:
     axes.set_axis_off()
   return figure
 

@@ -167,6 +167,14 @@ def test_pictures_show_the_panels(folder):
       assert (left, right, bottom, top) == (0.5, 4.5, -0.125, 1.125)
 
 
+def test_a_place_without_a_panel_is_empty():
+  x = np.array([1, 2])
+  line = plots.Panel("a", "b", (plots.Curve("c", x, x / 2),))
+  for count, on in ((1, [1]), (2, [1, 1]), (3, [1, 1, 1, 0])):
+    axes = plots.draw({str(i): line for i in range(count)}).axes
+    assert [a.axison for a in axes] == on
+
+
 def test_a_run_is_plotted_into_its_folder(folder):
   out = io.StringIO()
   plots.main(folder.path, rich.console.Console(file=out, width=20))
