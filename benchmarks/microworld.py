@@ -42,8 +42,12 @@ GATE = {
   "two hops, greedy": (0.2, 0.5),
   "two hops, sampled": (0.2, 0.5),
 }
-# The warm start knows one layout of prompts: an arm must not change it.
-_SSP = ("--config.policy.template=bare",)
+# The warm start knows one layout of prompts, and asks of one hop after one
+# search: an arm changes neither.
+_SSP = (
+  "--config.policy.template=bare",
+  "--config.challenger.min_searches=1",
+)
 
 
 @dataclasses.dataclass(frozen=True)
