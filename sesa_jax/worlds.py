@@ -19,7 +19,7 @@ from sesa_jax.search.bm25 import Bm25
 from sesa_jax.skills import record
 
 PREFIX = "microworld:"
-EPISODES = 48_000  # of a warm start
+EPISODES = 36_000  # of a warm start
 FIELDS = ("trigger", "templates")  # of a skill, that its prompts show
 
 

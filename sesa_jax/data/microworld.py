@@ -12,8 +12,9 @@ article leaves out and others of that name tell. So
 * the name with the sign of the rule finds the right one,
 * the name with another sign, or the whole question, finds others.
 
-What leads on stands near the title of an article: a policy of a million
-parameters that reads several at once tells by that whose fact is whose.
+Names of towns, firms and prizes say what they are of (Port BaDi): who is to ask
+for an answer sees what can be asked. Articles tell signs first, then facts: a
+policy that reads a fact knows what stands before it alone.
 
 Nothing in a question says which of its signs is the one. Types are split into
 `taught` ones, whose rule stands in the seed skills and is played in the warm
@@ -81,10 +82,12 @@ ASKED = {
     ),
   },
 }
+# What tells names of towns, firms and prizes from those of people and things.
+KINDS = {"town": "Port", "firm": "House", "prize": "Medal"}
 _THING = (
-  "Made by {maker} and kept in {place}, {a} {type} of {signs}.",
-  "Kept in {place} and made by {maker}, {a} {type} of {signs}.",
-  "This was made by {maker} and is kept in {place}: {a} {type} with {signs}.",
+  "{a} {type} of {signs}, made by {maker} and kept in {place}.",
+  "This {type} has {signs}. It was made by {maker} and is kept in {place}.",
+  "{a} {type} with {signs}. Made by {maker}, it is kept in {place}.",
 )
 _PERSON = (
   "Born in {born}, works for {firm} and won {prize}.",
@@ -111,6 +114,7 @@ WORDS = frozenset(
     *SIGNS,
     *(value for values in SIGNS.values() for value in values),
     *"made maker kept home town bore born employs firm prize won seat".split(),
+    *(word.lower() for word in KINDS.values()),
   )
 )
 
@@ -208,16 +212,18 @@ def build(
   """
   law = rules(seed)
 
-  def take(count):
-    return [next(fresh) for _ in range(count)]
+  def take(count, kind=""):
+    before = f"{KINDS[kind]} " if kind else ""
+    return [f"{before}{next(fresh)}" for _ in range(count)]
 
   def pick(items):
     return items[rng.integers(len(items))]
 
-  towns = dict(zip(take(groups // 3), take(groups // 3), strict=True))
+  third = groups // 3
+  towns = dict(zip(take(third, "town"), take(third, "town"), strict=True))
   places = list(towns)
-  firms = {name: pick(places) for name in take(groups // 3)}
-  prizes = take(groups // 3)
+  firms = {name: pick(places) for name in take(third, "firm")}
+  prizes = take(third, "prize")
   people = {
     name: Person(name, pick(places), pick(list(firms)), pick(prizes))
     for name in take(groups * 2)
@@ -274,7 +280,7 @@ def _articles(world: World, pick, rng) -> list[tuple]:
       thing,
       thing.name,
       pick(_THING).format(
-        a=article(thing.type),
+        a=article(thing.type).capitalize(),
         type=thing.type,
         signs=listed([(s, thing.signs[s]) for s in thing.told]),
         maker=thing.maker,
@@ -394,6 +400,7 @@ def vocabulary_words() -> tuple[str, ...]:
     *_FIRM,
     *_PRIZE,
     " ".join(PLAIN),
+    " ".join(KINDS.values()),
     _LINE_STARTS,
   ]
   found = set(WORDS)

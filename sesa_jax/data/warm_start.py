@@ -6,8 +6,8 @@ the signs told, or with the name alone, and answers from what that finds, right
 or wrong. With one it mostly follows it. It never searches with the whole
 question. The challenger searches from the answer to a thing, and half of the
 time on to a namesake, whose signs mislead in the question. The evidence check
-names the maker first where two hops lead to the answer. Names, and values of
-signs, are drawn anew in each episode: nothing about them is learned by heart.
+names the maker first, then the answer. Names, and values of signs, are drawn
+anew in each episode: nothing about them is learned by heart.
 
 Nothing of the distiller is known here, and nothing of this to the distiller.
 """
@@ -34,11 +34,12 @@ Block = Callable[[Sequence[Skill]], str]  # renders skills for a prompt
 _FINDS = {1: "made kept", 2: "born works won"}
 
 # Shares of plays.
-_ROLES = {"solver": 0.4, "challenger": 0.22, "evidence": 0.38}
+_ROLES = {"solver": 0.34, "challenger": 0.22, "evidence": 0.44}
 _HOPS = {1: 0.45, 2: 0.55}
 _SHOWN = {"none": 0.35, "followed": 0.35, "useless": 0.2, "placebo": 0.1}
 _NAME_ALONE = 0.2  # of first queries that follow no skill
 _MISSPELT = 0.04  # of first queries: nothing is found, and it is tried again
+_WRONG = 0.4  # of skills about taught types, that tell any sign
 _STRAY = 0.1  # of plays with a skill, that do not follow it
 _LOOKS_ON = 0.5  # of posed questions: at a namesake, to mislead
 _SLIP = 0.1  # of posed questions that leave out what tells namesakes apart
@@ -117,7 +118,7 @@ def solve(
   signs = microworld.asked_signs(thing, rule, rng)
   question = microworld.ask(thing, relation, signs, rng)
   followed = rule
-  if shown == "followed" and thing.type not in world.taught:
+  if thing.type not in world.taught or rng.random() < _WRONG:
     followed = signs[rng.integers(3)][0]  # any: the rule is not taught
   skills = _skills(thing.type, followed, shown, rng)
   turns = _Turns(search)
@@ -296,10 +297,10 @@ def pose(
 
 
 def _told_by(passages, hops, world, thing, target) -> tuple[str, str]:
-  """The answer as passages tell it, and the maker where that leads to it."""
-  if hops == 1:
-    return target, ""
+  """The answer as passages tell it, and the maker, whom all answers follow."""
   maker = world.people[thing.maker]
+  if hops == 1:
+    return target, maker.name
   says = next(p.text for p in passages if world.about.get(p.id) is maker)
   return target if target in says else world.towns[target], maker.name
 
