@@ -122,15 +122,17 @@ def test_the_script_does_not_know_the_rules(plays):
   assert abs(chosen[True] / told - 1 / 3) < 0.08
 
 
-def test_what_is_followed_is_the_rule_of_taught_types_alone(plays):
+def test_what_is_followed_is_the_rule_of_taught_types_mostly(plays):
+  """Of taught types 0.9 (0.6 + 0.4 / 3) + 0.1 / 3 = .69, of others a third."""
   right = collections.defaultdict(list)
   for world, play in plays:
     if "/followed/" in play.id:
       type = play.id.split("/")[3]
       _, *query = first_query(play)
       right[type in world.taught].append(query[:1] == [world.rules[type]])
-  assert np.mean(right[True]) > 0.85
-  assert np.mean(right[False]) < 0.55
+  # Of a hundred plays each, one sigma is .05.
+  assert abs(np.mean(right[True]) - 0.69) < 0.15
+  assert abs(np.mean(right[False]) - 1 / 3) < 0.15
 
 
 def test_useless_skills_are_about_other_types(plays):
