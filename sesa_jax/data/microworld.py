@@ -13,8 +13,8 @@ article leaves out and others of that name tell. So
 * the name with another sign, or the whole question, finds others.
 
 Names of towns, firms and prizes say what they are of (Port BaDi): who is to ask
-for an answer sees what can be asked. Articles tell signs first, then facts: a
-policy that reads a fact knows what stands before it alone.
+for an answer sees what can be asked. Articles tell signs first, then facts with
+the name again: a policy that reads a fact knows what stands before it alone.
 
 Nothing in a question says which of its signs is the one. Types are split into
 `taught` ones, whose rule stands in the seed skills and is played in the warm
@@ -85,9 +85,9 @@ ASKED = {
 # What tells names of towns, firms and prizes from those of people and things.
 KINDS = {"town": "Port", "firm": "House", "prize": "Medal"}
 _THING = (
-  "{a} {type} of {signs}, made by {maker} and kept in {place}.",
-  "This {type} has {signs}. It was made by {maker} and is kept in {place}.",
-  "{a} {type} with {signs}. Made by {maker}, it is kept in {place}.",
+  "{a} {type} of {signs}. {name} was made by {maker} and is kept in {place}.",
+  "This {type} has {signs}. {name}, made by {maker}, is kept in {place}.",
+  "{a} {type} with {signs}. {name} was made by {maker}. It is kept in {place}.",
 )
 _PERSON = (
   "Born in {born}, works for {firm} and won {prize}.",
@@ -281,6 +281,7 @@ def _articles(world: World, pick, rng) -> list[tuple]:
       thing.name,
       pick(_THING).format(
         a=article(thing.type).capitalize(),
+        name=thing.name,
         type=thing.type,
         signs=listed([(s, thing.signs[s]) for s in thing.told]),
         maker=thing.maker,

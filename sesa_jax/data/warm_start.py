@@ -34,7 +34,7 @@ Block = Callable[[Sequence[Skill]], str]  # renders skills for a prompt
 _FINDS = {1: "made kept", 2: "born works won"}
 
 # Shares of plays.
-_ROLES = {"solver": 0.34, "challenger": 0.22, "evidence": 0.44}
+_ROLES = {"solver": 0.3, "challenger": 0.2, "evidence": 0.5}
 _HOPS = {1: 0.45, 2: 0.55}
 _SHOWN = {"none": 0.35, "followed": 0.35, "useless": 0.2, "placebo": 0.1}
 _NAME_ALONE = 0.2  # of first queries that follow no skill
