@@ -41,7 +41,7 @@ _NAME_ALONE = 0.2  # of first queries that follow no skill
 _MISSPELT = 0.04  # of first queries: nothing is found, and it is tried again
 _WRONG = 0.4  # of skills about taught types, that tell any sign
 _STRAY = 0.1  # of plays with a skill, that do not follow it
-_LOOKS_ON = 0.5  # of posed questions: at a namesake, to mislead
+_LOOKS_ON = 0.85  # of posed questions: at a namesake, to mislead
 _SLIP = 0.1  # of posed questions that leave out what tells namesakes apart
 
 
