@@ -14,6 +14,7 @@ docs/microworld.md for the world, costs and what came out.
 from ml_collections import ConfigDict
 
 from configs import common
+from sesa_jax.data import microworld
 
 
 def get_config(variant: str = "sesa") -> ConfigDict:
@@ -42,6 +43,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.engine.page_size = 96
   config.environment.passages_per_search = 1
   config.environment.observation_tokens = 96
+  config.environment.max_query_characters = microworld.QUERY
   config.verifier.answerer = "solver"
   config.verifier.noise = 1
   config.verifier.tokens = 64

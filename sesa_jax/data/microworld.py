@@ -2,20 +2,15 @@
 
 Things of twelve types (a mill, a ferry, ...) stand in towns and were made by
 people, who were born in towns, work for firms and won prizes. Five things share
-each name. An article of a thing tells three of its five signs (colour, wood,
-...): one in which namesakes differ, and two that they have in common. Which
-sign differs is the *rule* of the type, drawn with the seed of the world. A
-question tells three signs, too: the one that differs, and two that its own
-article leaves out and others of that name tell. So
+each name. An article of a thing tells three of its signs (colour, wood, ...),
+and a question about it the same three: one in which namesakes differ, and two
+that they have in common. Which one differs is the *rule* of the type, drawn with
+the seed of the world. So
 
-* the name alone finds any bearer of it,
 * the name with the sign of the rule finds the right one,
-* the name with another sign, or the whole question, finds others.
+* the name alone, or with another sign, finds the same one of five every time.
 
-Names of towns, firms and prizes say what they are of (Port BaDi): who is to ask
-for an answer sees what can be asked. Articles tell signs first, then facts with
-the name again: a policy that reads a fact knows what stands before it alone.
-
+All signs together would find it, too, but a query may not be so long.
 Nothing in a question says which of its signs is the one. Types are split into
 `taught` ones, whose rule stands in the seed skills and is played in the warm
 start, and `held_out` ones, whose rule does in neither.
@@ -51,6 +46,7 @@ SIGNS = {
   "fruit": "plum pear fig lime apple grape melon cherry".split(),
 }
 NAMESAKES = 5  # things of one name
+QUERY = 22  # characters of a query: room for a name and one sign, not for two
 
 # Relations of a question, by hops: how it is asked about {thing}.
 ASKED = {
@@ -234,12 +230,9 @@ def build(
     makers = rng.choice(list(people), NAMESAKES, replace=False)
     shared = {sign: pick(values) for sign, values in SIGNS.items()}
     differ = rng.choice(SIGNS[law[type]], NAMESAKES, replace=False)
-    others = [
-      str(s) for s in rng.permutation([s for s in SIGNS if s != law[type]])
-    ]
+    others = rng.permutation([s for s in SIGNS if s != law[type]])
+    told = (law[type], *others[:2])
     for i in range(NAMESAKES):
-      # Two articles of a name tell the one pair of signs, three the other.
-      told = (law[type], *(others[:2] if i % 2 else others[2:]))
       things.append(
         Thing(
           name,
@@ -311,10 +304,9 @@ def listed(signs: Sequence[tuple[str, str]]) -> str:
   return f"{', '.join(first)} and {last}" if first else last
 
 
-def asked_signs(thing: Thing, rule: str, rng: np.random.Generator):
+def asked_signs(thing: Thing, rng: np.random.Generator):
   """Returns the signs that a question tells, in a random order."""
-  shown = [rule, *(s for s in SIGNS if s not in thing.told)]
-  return [(str(s), thing.signs[s]) for s in rng.permutation(shown)]
+  return [(str(s), thing.signs[s]) for s in rng.permutation(thing.told)]
 
 
 def ask(thing: Thing, relation: str, signs, rng: np.random.Generator) -> str:
@@ -555,7 +547,7 @@ def _questions(
   for number, i in enumerate(rng.permutation(len(things))[:count]):
     thing = things[i]
     relation = relations[number % len(relations)]
-    signs = asked_signs(thing, world.rules[thing.type], rng)
+    signs = asked_signs(thing, rng)
     yield dict(
       question=ask(thing, relation, signs, rng),
       golden_answers=world.answer(thing, relation),
