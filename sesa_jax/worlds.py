@@ -6,6 +6,7 @@ folder is named after the hash of what makes it: another version makes its own.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import shutil
 import tempfile
@@ -54,11 +55,23 @@ def locate(path: str, assets: Path, exists: bool = True) -> Path:
 
 
 def digest() -> str:
-  """Returns the hash of what makes worlds and plays in them."""
+  """Returns the hash of what makes worlds and plays in them, docs aside."""
   sha = hashlib.sha256()
   for module in (microworld, warm_start):
-    sha.update(Path(module.__file__).read_bytes())
+    sha.update(_code(Path(module.__file__).read_text("utf-8")).encode())
   return sha.hexdigest()[:12]
+
+
+def _code(text: str) -> str:
+  """Drops docstrings, and lines that are a comment or empty."""
+  documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+  docs: set[int] = set()
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, documented) and ast.get_docstring(node) is not None:
+      docs.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+  lines = enumerate(text.splitlines(), 1)
+  kept = (line for number, line in lines if number not in docs)
+  return "\n".join(s for s in kept if s.strip() and s.strip()[0] != "#")
 
 
 def _play(path: Path, seed: int) -> None:

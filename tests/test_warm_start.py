@@ -70,7 +70,7 @@ def test_the_environment_answers_as_the_script_says(plays, words):
       observation_tokens=96,
       max_malformed=1,
       max_answer_words=32,
-      max_query_characters=500,
+      max_query_characters=microworld.QUERY,
     )
     *searches, last = replayed(play, rules, words)
     for reply, (_, observed) in zip(searches, play.turns, strict=False):

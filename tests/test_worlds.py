@@ -49,6 +49,22 @@ def test_another_version_has_a_folder_of_its_own(tmp_path, monkeypatch):
   assert other.exists()
 
 
+def test_words_about_code_do_not_make_another_version():
+  code = '''"""A."""
+
+# B
+def f():
+  """C
+
+  D."""
+  return "x"  # e
+'''
+  assert worlds._code(code) == 'def f():\n  return "x"  # e'
+  for old, new in (("A.", "Z."), ("# B", "# Z"), ("D.", "Z.")):
+    assert worlds._code(code.replace(old, new)) == worlds._code(code)
+  assert worlds._code(code.replace('"x"', '"y"')) != worlds._code(code)
+
+
 @pytest.mark.parametrize("path", ["microworld:corpus.jsonl", "microworld:x/a"])
 def test_a_path_without_a_seed_is_an_error(path, tmp_path):
   with pytest.raises(ValueError, match="is not microworld:SEED/FILE"):

@@ -4,13 +4,17 @@ Things of twelve types (a mill, a ferry, ...) stand in towns and were made by
 people, who were born in towns, work for firms and won prizes. Five things share
 each name. An article of a thing tells three of its signs (colour, wood, ...),
 and a question about it the same three: one in which namesakes differ, and two
-that they have in common. Which one differs is the *rule* of the type, drawn with
-the seed of the world. So
+that they have in common. Which one differs is the *rule* of the type, drawn
+with the seed of the world. So
 
 * the name with the sign of the rule finds the right one,
 * the name alone, or with another sign, finds the same one of five every time.
 
-All signs together would find it, too, but a query may not be so long.
+All signs together would find it, too, but a query may not be so long. Names of
+towns, firms and prizes say what they are of (Port BaDi), so that it can be told
+what to ask for an answer. Articles tell facts last, after the name again: what
+a policy knows where it reads a fact is what stands before it.
+
 Nothing in a question says which of its signs is the one. Types are split into
 `taught` ones, whose rule stands in the seed skills and is played in the warm
 start, and `held_out` ones, whose rule does in neither.
