@@ -335,9 +335,9 @@ def check_gate(
   Raises:
     ValueError: a number is out of its bounds.
   """
-  for name, value in standing(cell).items():
-    low, high = gate.get(name, (-math.inf, math.inf))
-    if not low <= value <= high:
+  found = standing(cell) if gate else {}
+  for name, (low, high) in gate.items():
+    if not low <= (value := found[name]) <= high:
       raise ValueError(
         f"The warm start of seed {cell['seed']}: {name} {value:.2f}, wanted "
         f"{low} to {high}. Change the warm start, or pass --ungated."

@@ -229,7 +229,8 @@ def _shape(config: Any, length: int, fsdp: int) -> tuple[int, int]:
   """Returns the rows of a step and of a micro-batch.
 
   As many as `batch_tokens` holds, rounded down to micro-batches of one size,
-  which divide over the mesh.
+  which divide over the mesh: of the sizes above half of what is allowed the one
+  that leaves the fewest rows out.
   """
   rows = config.sft.batch_tokens // length // fsdp * fsdp
   if not rows:
@@ -239,9 +240,10 @@ def _shape(config: Any, length: int, fsdp: int) -> tuple[int, int]:
       f"at least {length * fsdp}."
     )
   packing.check_rows(config.learner.microbatch_rows, fsdp)
-  parts = -(-rows // config.learner.microbatch_rows)
-  microbatch = rows // parts // fsdp * fsdp
-  return microbatch * parts, microbatch
+  most = min(rows, config.learner.microbatch_rows)
+  sizes = range(most, most // 2, -fsdp)
+  microbatch = max(sizes, key=lambda size: rows // size * size)
+  return rows // microbatch * microbatch, microbatch
 
 
 def _digest(found: Sequence[types.Episode]) -> str:

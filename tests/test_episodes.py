@@ -126,6 +126,20 @@ def test_an_empty_thought_is_part_of_the_prompt(tmp_path):
   assert own_text(episode) == "a<|im_end|>c<|im_end|>"
 
 
+def test_a_turn_ends_at_its_first_end(tmp_path):
+  """Not at what the template writes behind the whole chat."""
+  row = chat(("user", "who"), ("assistant", "a"))
+  path = write(tmp_path / "a.jsonl", row)
+  end = "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+  words = with_template(WORDS.chat_template + end)
+  assert {"<|im_end|>", "<|endoftext|>"} <= set(
+    words.convert_ids_to_tokens(tokenizer.end_ids(words))
+  )
+  (episode,) = episodes.read([path], words, ids=512).episodes
+  assert own_text(episode) == "a<|im_end|>"
+  assert episode.ids[-1] == words.convert_tokens_to_ids("<|endoftext|>")
+
+
 @pytest.mark.parametrize(
   ("template", "says"),
   [
@@ -280,6 +294,13 @@ def test_rows_that_fit_no_run_of_this_tokenizer(tmp_path, changes, says):
   path = write(tmp_path / "a.jsonl", row)
   with pytest.raises(ValueError, match=f"a.jsonl, line 1.*{says}"):
     read(path)
+
+
+def test_every_file_is_of_this_tokenizer(tmp_path):
+  one = write(tmp_path / "a.jsonl", ROWS[0])
+  two = write(tmp_path / "b.jsonl", ROWS[0] | {"prompt": "who wrote a book"})
+  with pytest.raises(ValueError, match="b.jsonl, line 1.*do not decode to its"):
+    read(one, two)
 
 
 def test_ids_beyond_the_weights(tmp_path):

@@ -74,7 +74,7 @@ class MainJob:
         id=f"w/held_out_2/{i}",
         question=question,
         prediction="x" if i < 7 else None,
-        verdict="right" if i < right else "wrong",
+        verdict="right" if i < right else "wrong" if i < 7 else "unknown",
         searches=i,
         found=i > 0,
       )
@@ -221,6 +221,16 @@ def test_nothing_is_trained_from_a_warm_start_out_of_the_gate(fresh, job):
   bounds |= {"two hops, sampled": (0.3, 0.5)}
   with pytest.raises(ValueError, match="two hops, sampled"):
     sweep_lib.dataclasses.replace(fresh, gate=bounds).make("ssp", 7)
+  for name in bounds:  # on the other side of what was found
+    with pytest.raises(ValueError, match=f"{name} 0.[12]., wanted 0.0 to 0.1"):
+      sweep_lib.check_gate(made(fresh, "start", 7), {name: (0.0, 0.1)})
+
+
+def test_without_a_gate_any_start_will_do(fresh):
+  """Also one that has posed nothing, or whose questions are of one hop."""
+  fresh.make("start", 7)
+  cell = made(fresh, "start", 7) | {"hops": "1" * 8, "panels": {}}
+  sweep_lib.check_gate(cell, {})
 
 
 def test_the_matched_run_samples_as_much(sweep, job):
@@ -344,7 +354,7 @@ def cell(arm, seed, evaluations, **more):
 
 START = {
   "none": packed("1110", "1110", "1100", "1000"),
-  "final": packed("1110", "1110", "1100", "1000"),
+  "final": packed("1110", "1110", "1100", "1100"),
 }
 SESA = {
   "none": packed("1111", "1212", "1110", "1100"),
@@ -360,7 +370,10 @@ def finished(tmp_path):
   for seed in (1, 2):
     for arm, found in (("start", START), ("sesa", SESA), ("ssp", SSP)):
       path = tmp_path / f"{arm}-{seed}.json"
-      path.write_text(json.dumps(cell(arm, seed, found)))
+      # SSP's accuracy is 20 % all through its training.
+      flat = [dict(point, em=0.2) for point in cell(arm, seed, found)["curve"]]
+      more = {"curve": flat} if arm == "ssp" else {}
+      path.write_text(json.dumps(cell(arm, seed, found, **more)))
   return tmp_path
 
 
@@ -376,15 +389,16 @@ def test_report_by_hand(finished):
   # Questions are taught 1 hop (right), taught 2 hops, held out 1 and 2 hops.
   starts = {tuple(row[:3]): row[3:] for row in rows(text, "The warm start")}
   shares = ["100.0 / 0.0", "0.0 / 0.0"]
-  assert starts["2", "20.0", "final"] == shares + shares
+  assert starts["2", "20.0", "none"] == shares + shares
+  assert starts["2", "20.0", "final"] == ["100.0 / 0.0"] * 4
   gains = {tuple(row[:3]): row[3:] for row in rows(text, "What training")}
   assert gains["sesa", "none", "greedy"][0] == "25.0 to 50.0"
   assert gains["sesa", "none", "greedy"][1].startswith("+25.0 [")
   # 1 of 3 answers right before, 2 of 4 after.
   assert gains["sesa", "none", "T = 1"][2].startswith("+16.7 [")
-  assert gains["sesa", "final", "T = 1"][0] == "25.0 to 100.0"
+  assert gains["sesa", "final", "T = 1"][0] == "50.0 to 100.0"
   assert gains["ssp", "none", "greedy"][1].startswith("+0.0 [")
-  assert gains["sesa", "final", "greedy"][3] == "+75 +75"
+  assert gains["sesa", "final", "greedy"][3] == "+50 +50"
   pairs = {tuple(row[:2]): row[2:] for row in rows(text, "Paired")}
   everything, taught, held_out, seeds = pairs["On - Off", "T = 1"]
   assert everything.startswith("+50.0 [")
@@ -397,12 +411,38 @@ def test_report_by_hand(finished):
   areas = {row[0]: row[1:] for row in rows(text, "Mean accuracy")}
   # (0 + 12) / 40 at first, (10 + 18) / 40 at the end.
   assert areas["sesa"] == ["50.0", "50.0 50.0", ""]
-  assert areas["ssp"][2] == "+0.0 [+0.0, +0.0]"
+  assert areas["ssp"][::2] == ["20.0", "-30.0 [-30.0, -30.0]"]
   challenger = {row[0]: row[1:] for row in rows(text, "The challenger")}
   assert challenger["sesa"] == ["20.0 to 90.0", "3.00 to 1.00", "50.0 to 25.0"]
   costs = {row[0]: row[1:] for row in rows(text, "What it cost")}
   assert costs["sesa"] == ["1, 2", "3", "1,000", "15", "abcdef01+"]
   assert costs["ssp"][-1] == "abcdef01"
+
+
+# What the words of a difference mean: an arm, with a bank.
+MEANT = {
+  "On": ("sesa", "final"),
+  "Off": ("sesa", "none"),
+  "SSP": ("ssp", "none"),
+  "SSP, same tokens": ("ssp_matched", "none"),
+  "without priming": ("no_priming", "final"),
+  "without frontier": ("no_frontier", "final"),
+  "without distillation": ("no_distillation", "final"),
+  "On with contrast": ("contrast", "final"),
+  "trained on placebo, Off": ("placebo", "none"),
+  "final": ("sesa", "final"),
+  "placebo": ("sesa", "placebo"),
+  "scrambled": ("sesa", "scrambled"),
+  "the true rules": ("right_bank", "other"),
+  "another world's": ("other_bank", "other"),
+}
+
+
+def test_a_difference_is_what_its_name_says():
+  for said, before, after in report_lib.PAIRS:
+    assert [after, before] == [MEANT[words] for words in said.split(" - ")]
+    for arm, bank in (before, after):
+      assert bank in sweep_lib.ARMS[arm].banks
 
 
 def test_the_split_of_the_report_adds_up(finished):

@@ -177,6 +177,20 @@ def contrast(*queries, pages=(RIGHT_PAGE,), question=NOVEL):
     (contrast("Ash brown"), None),
     # The right pages do not have it; the search was lucky otherwise.
     (contrast("Ash brown cover", pages=(OTHER,)), None),
+    # Of the general word the question, or a right page, knows nothing.
+    (
+      contrast(
+        "Ash brown cover",
+        question="Who wrote the novel Ash of brown paper and many years?",
+      ),
+      None,
+    ),
+    (
+      contrast(
+        "Ash brown cover", pages=(Passage("4", "Ash", "A brown novel by Kim"),)
+      ),
+      None,
+    ),
     # Nothing stands before the name that could be told.
     (contrast("Ash brown cover", question="Who wrote Ash, brown cover?"), None),
     (contrast(), None),

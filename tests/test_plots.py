@@ -1,12 +1,14 @@
 """Curves of a run: what is drawn is what its files say."""
 
 import io
+import statistics
 
 import numpy as np
 import pytest
 import rich.console
 
 from sesa_jax import metrics, plots
+from sesa_jax.skills import history
 from tests.test_history import STORY
 
 NAMES = (
@@ -131,8 +133,23 @@ def test_the_bank_stands_beside_noise(folder):
   assert (null.low <= null.y).all()
   assert (null.y <= null.high).all()
   assert list(active["active"].x) == list(null.x) == [0, 1, 2, 3, 4]
-  changes = {c.label: c.null for c in found["bank_changes"].curves}
-  assert changes == {"admitted": False, "retired": False, "retired, null": True}
+  came = {c.label: c for c in found["bank_changes"].curves}
+  nulls = {label: curve.null for label, curve in came.items()}
+  assert nulls == {"admitted": False, "retired": False, "retired, null": True}
+  # By hand: `a` retires and one is admitted in 1, `b` is evicted in 3.
+  assert active["active"].y.tolist() == [3, 3, 3, 2, 2]
+  assert came["admitted"].y.tolist() == [0, 1, 1, 1, 1]
+  assert came["retired"].y.tolist() == [0, 1, 1, 1, 1]
+  draws = history.null_curves(STORY, capacity=9, retire_after=2, last=4)
+  for null, replays in (
+    (active["active, null"], draws.active),
+    (came["retired, null"], draws.retired),
+  ):
+    for place, of in enumerate(replays.T.tolist()):
+      assert null.y[place] == pytest.approx(statistics.fmean(of))
+      low, *_, high = statistics.quantiles(of, n=20, method="inclusive")
+      assert null.low[place] == pytest.approx(low)
+      assert null.high[place] == pytest.approx(high)
 
 
 @pytest.mark.parametrize("lacking", ["rank", "usage"])
@@ -165,6 +182,7 @@ def test_pictures_show_the_panels(folder):
       # The middle of the lowest cell is at the first iteration and rate 0.
       left, right, bottom, top = image.get_extent()
       assert (left, right, bottom, top) == (0.5, 4.5, -0.125, 1.125)
+      assert image.origin == "lower"  # of the array, the first row is rate 0
 
 
 def test_a_place_without_a_panel_is_empty():

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import transformers
 
 from sesa_jax import metrics, sft, types
+from sesa_jax.learner import grpo
 from sesa_jax.policy import tokenizer, weights
 from tests.test_loop import tiny_config
 
@@ -203,6 +205,74 @@ def test_another_seed_is_another_order(data, tmp_path):
     e.request_id for e in other.held_out
   ]
   assert one.digest == other.digest
+
+
+@pytest.mark.parametrize(
+  ("rows", "most", "fsdp", "expected"),
+  [
+    (4, 8, 1, (4, 4)),  # one micro-batch holds all
+    (10, 4, 1, (9, 3)),  # three of three, since two of four are fewer
+    (41, 2, 1, (40, 2)),
+    (33, 4, 1, (33, 3)),
+    (37, 4, 1, (36, 4)),  # as are twelve of three
+    (12, 4, 2, (12, 4)),
+    (11, 4, 2, (8, 4)),  # ten divide over the mesh
+    (24, 16, 8, (16, 16)),
+  ],
+)
+def test_rows_of_a_step_by_hand(rows, most, fsdp, expected):
+  """As many as can be, in micro-batches of one size that is allowed."""
+  changes = {"sft.batch_tokens": 32 * rows + 31}
+  changes |= {"learner.microbatch_rows": most}
+  assert sft._shape(config(**changes), 32, fsdp) == expected
+
+
+def test_the_digest_tells_which_tokens_are_own(tmp_path):
+  def digest(*own):
+    texts = zip(("the city", "a river", "a book"), own, strict=True)
+    parts = [{"text": text, "own": mine} for text, mine in texts]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"id": "a", "segments": parts}))
+    return sft._plan(config(), [str(path)]).digest
+
+  assert digest(False, True, False) == digest(False, True, False)
+  assert digest(False, True, False) != digest(False, False, True)
+
+
+def test_random_weights_follow_the_seed(data, tmp_path, monkeypatch):
+  drawn = []
+
+  def load(source, path, key, **options):
+    drawn.append(jax.random.key_data(key).tolist())
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(sft.weights, "load", load)
+  for seed in (3, 4):
+    with pytest.raises(KeyboardInterrupt):
+      sft.run(config(seed=seed), str(tmp_path / str(seed)), [data])
+  keys = [jax.random.key_data(jax.random.key(s)).tolist() for s in (3, 4)]
+  assert drawn == keys
+
+
+def test_a_line_of_metrics_by_hand():
+  """Means over tokens, of the steps that were applied; the newest rate."""
+  interval = sft._Interval()
+  for segments, loss, tokens, finite, norm, lr in (
+    ([[1, 1, 0, 0], [1, 2, 2, 0]], 6.0, 2.0, True, 1.0, 0.1),
+    ([[1, 1, 1, 1], [0, 0, 0, 0]], 1.0, 5.0, True, 2.0, 0.2),
+    ([[1, 0, 0, 0], [0, 0, 0, 0]], np.nan, 1.0, False, np.nan, 0.3),
+  ):
+    segments = np.array(segments)
+    batch = SimpleNamespace(ids=segments, segments=segments)
+    sums = grpo.zero_sums()._replace(loss=loss, tokens=tokens)
+    interval.add([batch], (sums, (finite, norm, lr)))
+  row = interval.row()
+  assert row["tokens"] == 7
+  assert row["loss"] == 1.0
+  assert row["grad_norm"] == 1.5
+  assert (row["skipped"], row["lr"]) == (1, 0.3)
+  assert row["padding_fraction"] == pytest.approx(14 / 24)
+  assert row["tokens_per_second"] * row["seconds"] == pytest.approx(24)
 
 
 @pytest.mark.parametrize(

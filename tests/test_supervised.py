@@ -357,6 +357,24 @@ def test_muon_takes_each_layers_matrix_by_itself(params):
       assert np.abs(off).max() < 0.05
 
 
+def test_muon_leaves_vectors_to_adam_with_its_own_numbers():
+  """Nesterov's Adam of slopes 1, then 0, by hand: b1 = 0.8, b2 = 0.99.
+
+  m = 0.2, 0.16, of which the step looks one ahead, 0.8 m / (1 - 0.8^3);
+  v = 0.01, 0.0099, over 1 - 0.99^2.
+  """
+  tx = supervised.OPTIMIZERS["muon"](0.8, 0.99, 0.0, "float32")
+  one = {"norm": {"scale": jnp.ones(1)}}
+  state = tx.init(one)
+  for slope in (1.0, 0.0):
+    gradient = jax.tree.map(lambda leaf, s=slope: s * leaf, one)
+    found, state = tx.update(gradient, state, one)
+  ahead, size = 0.8 * 0.16 / (1 - 0.8**3), 0.0099 / (1 - 0.99**2)
+  assert float(found["norm"]["scale"][0]) == pytest.approx(
+    ahead / size**0.5, rel=1e-5
+  )
+
+
 def test_muon_on_a_mesh_is_muon(params):
   batches = rows(episodes(), 4)
 
