@@ -471,7 +471,95 @@ SUBTLE = (
   ),
 )
 
-EVERY = BLIND + KNOWN + SUBTLE
+# Of imitation and of the world that it is tried in, chosen from the code alone.
+IMITATED = (
+  Mutant(
+    "a resume begins the schedule anew",
+    "sft.py",
+    "supervised.rate(\n          step,",
+    "supervised.rate(\n          step - start,",
+    "sft",
+  ),
+  Mutant(
+    "held-out episodes are learned",
+    "sft.py",
+    "[e for i, e in enumerate(found) if i not in held]",
+    "list(found)",
+    "sft",
+  ),
+  Mutant(
+    "other own tokens are the same episodes",
+    "sft.py",
+    "episode.ids.tobytes() + episode.mask.tobytes()",
+    "episode.ids.tobytes()",
+    "sft",
+  ),
+  Mutant(
+    "imitation weighs tokens by their episode",
+    "learner/supervised.py",
+    '_LOSS = "dapo"',
+    '_LOSS = "grpo"',
+    "supervised",
+  ),
+  Mutant(
+    "a chat's turn runs to the last end",
+    "data/episodes.py",
+    "min(sizes, default=len(own))",
+    "max(sizes, default=len(own))",
+    "episodes",
+  ),
+  Mutant(
+    "namesakes may share the sign that tells them apart",
+    "data/microworld.py",
+    "rng.choice(SIGNS[law[type]], NAMESAKES, replace=False)",
+    "rng.choice(SIGNS[law[type]], NAMESAKES)",
+    "microworld",
+  ),
+  Mutant(
+    "what is tested is trained on",
+    "data/microworld.py",
+    "_questions(own.things, count, TRAINING, own, rng)",
+    "_questions(other.things, count, TRAINING, other, rng)",
+    "microworld",
+  ),
+  Mutant(
+    "the script knows what it should read",
+    "data/warm_start.py",
+    "read = _read(world, found, thing, chosen)",
+    "read = thing",
+    "warm_start",
+  ),
+  Mutant(
+    "the warm start plays another world's rules",
+    "data/warm_start.py",
+    "microworld.build(seed, 240",
+    "microworld.build(seed + 1, 240",
+    "warm_start",
+  ),
+  Mutant(
+    "evidence stands first",
+    "data/warm_start.py",
+    "order = rng.permutation(len(passages))",
+    "order = range(len(passages))",
+    "warm_start",
+  ),
+  Mutant(
+    "the null of what retires is that of what is active",
+    "plots.py",
+    "draws = getattr(null, name)",
+    "draws = null.active",
+    "plots",
+  ),
+  Mutant(
+    "a clue that no right page has",
+    "judge/offline.py",
+    "words = [w for w in words if w in right_pages]",
+    "words = [w for w in words if w in right_pages | wrong_pages]",
+    "offline",
+  ),
+)
+
+EVERY = BLIND + KNOWN + SUBTLE + IMITATED
 
 
 def apply(mutant: Mutant, text: str) -> str:

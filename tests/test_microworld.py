@@ -90,6 +90,51 @@ def test_what_is_tested_is_never_asked_for_in_training(folder):
   assert not trained & tested
 
 
+def test_questions_are_answered_by_reading(folder):
+  """Of all files: by a reader who knows the rules, and no code of the world.
+
+  The name and the rule's sign lead to one article; from its text on it is what
+  the question asks for. A town goes by either name.
+  """
+  law = json.loads((folder / "world.json").read_text())["rules"]
+  titled, older = collections.defaultdict(list), []
+  for row in rows(folder / "corpus.jsonl"):
+    titled[row["title"]].append((row["id"], row["text"]))
+
+  def fact(words, text):
+    return re.search(rf"(?i:{words}) ([A-Z]\w+(?: [A-Z]\w+)?)", text)[1]
+
+  of_things = {"maker": "made by", "place": "kept in"}
+  of_people = {"born": "born in", "firm": "works for", "prize": "won"}
+  for name in (*microworld.SETS, "train_1", "train_2"):
+    relations = collections.Counter()
+    for row in rows(folder / f"{name}.jsonl"):
+      relation = row["metadata"]["relation"]
+      relations[relation] += 1
+      found = re.search(r"the (\w+) ([A-Z]\w+) with (.*)", row["question"])
+      type, thing, told = found.groups()
+      assert type == row["metadata"]["type"]
+      sign = re.search(rf"\b{law[type]} \w+", told)[0]
+      ((id, text),) = [
+        (id, text)
+        for id, text in titled[thing]
+        if re.search(rf"\b{sign}\b", text)
+      ]
+      assert f" {type} " in text
+      # Trained on is one part of the world, tested the other.
+      assert id.startswith("0-" if name.startswith("train") else "1-")
+      if relation in of_people:
+        ((_, text),) = titled[fact(of_things["maker"], text)]
+      answer = fact((of_things | of_people)[relation], text)
+      assert answer in row["golden_answers"]
+      if relation == "born":
+        older.append(answer != row["golden_answers"][0])
+    asked = of_people if name.endswith("2") else of_things
+    assert set(relations) == set(asked)
+    assert max(relations.values()) - min(relations.values()) <= 1
+  assert 0.1 < np.mean(older) < 0.3  # a fifth of the articles
+
+
 def test_taught_and_held_out_are_apart(folder):
   for seed in range(4):
     taught, held_out = microworld.split(seed)
