@@ -45,7 +45,6 @@ _HOPS = {1: 0.45, 2: 0.55}
 _SHOWN = {"none": 0.35, "followed": 0.35, "useless": 0.2, "placebo": 0.1}
 _NAME_ALONE = 0.2  # of first queries that follow no skill
 _MISSPELT = 0.04  # of first queries: nothing is found, and it is tried again
-_WRONG = 0.4  # of skills about taught types, that tell any sign
 _STRAY = 0.1  # of plays with a skill, that do not follow it
 _SLIP = 0.05  # of posed questions that leave out what tells namesakes apart
 
@@ -123,7 +122,7 @@ def solve(
   signs = microworld.asked_signs(thing, rng)
   question = microworld.ask(thing, relation, signs, rng)
   followed = rule
-  if thing.type not in world.taught or rng.random() < _WRONG:
+  if thing.type not in world.taught:
     followed = signs[rng.integers(3)][0]  # any: the rule is not taught
   skills = _skills(thing.type, followed, shown, rng)
   turns = _Turns(search)
