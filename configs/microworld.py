@@ -21,7 +21,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   """Returns the locked config; `warm_start` is the one for `--mode=sft`."""
   config = common.get_config()
   config.name = "microworld"
-  config.iterations = 40
+  config.iterations = 60
   config.questions = 32
   for role in (config.challenger, config.solver):
     role.turns = 5

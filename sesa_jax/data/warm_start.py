@@ -143,7 +143,8 @@ def solve(
       return None
     given = _told(turns.passages, person, relation, world)
     if relation == "seat":
-      turns.search(person.firm)
+      if person.firm not in [p.title for p in turns.search(person.firm)]:
+        return None
       given = world.firms[person.firm]
   prompt = prompts.bare(prompts.solver(question, block(skills)))
   hops = next(h for h, of in microworld.ASKED.items() if relation in of)
