@@ -55,7 +55,8 @@ def test_warm_start_then_main_job(tmp_path):
       f"{config}:warm_start",
       "--config.seed=5",
       f"--workdir={tmp_path / 'warm'}",
-      "--config.sft.steps=3",
+      "--config.sft.steps=120",  # enough to write whole turns
+      "--config.sft.batch_tokens=576",
     ),
     play,
   ):
