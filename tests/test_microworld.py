@@ -186,10 +186,10 @@ def test_what_queries_find(world):
       assert (len(query) <= microworld.QUERY) == fits, query
   shares = {kind: np.mean(found) for kind, found in hits.items()}
   assert shares == {
-    "name": 0.2,
-    "name and type": 0.2,
+    "name": 0.125,
+    "name and type": 0.125,
     "right": 1.0,
-    "wrong": 0.2,
+    "wrong": 0.125,
     "question": 1.0,
   }
 

@@ -1,14 +1,14 @@
 """A small invented world to learn search in: articles, questions, skills.
 
 Things of twelve types (a mill, a ferry, ...) stand in towns and were made by
-people, who were born in towns, work for firms and won prizes. Five things share
-each name. An article of a thing tells three of its signs (colour, wood, ...),
-and a question about it the same three: one in which namesakes differ, and two
-that they have in common. Which one differs is the *rule* of the type, drawn
+people, who were born in towns, work for firms and won prizes. Eight things
+share each name. An article of a thing tells three of its signs (colour, wood,
+...), and a question about it the same three: one in which namesakes differ, and
+two that they have in common. Which one differs is the *rule* of the type, drawn
 with the seed of the world. So
 
 * the name with the sign of the rule finds the right one,
-* the name alone, or with another sign, finds the same one of five every time.
+* the name alone, or with another sign, finds the same one of eight every time.
 
 All signs together would find it, too, but a query may not be so long. Names of
 towns, firms and prizes say what they are of (Port BaDi), so that it can be told
@@ -49,7 +49,7 @@ SIGNS = {
   "beast": "fox bear wolf hare deer owl swan goat".split(),
   "fruit": "plum pear fig lime apple grape melon cherry".split(),
 }
-NAMESAKES = 5  # things of one name
+NAMESAKES = 8  # things of one name
 QUERY = 22  # characters of a query: room for a name and one sign, not for two
 
 # Relations of a question, by hops: how it is asked about {thing}.
