@@ -208,3 +208,12 @@ def test_a_right_query_is_a_lesson_where_it_made_the_difference(case, template):
   assert leaks(skill, case, ENGLISH) is None
   # Shown in vain, it is not written again.
   assert OfflineDistiller().distill(case, [skill]).category == "person: decoy"
+
+
+def test_a_lesson_has_the_article_that_its_noun_takes():
+  page = Passage("3", "Ash", "An opera of green cover by Lee, of many years.")
+  case = contrast("Ash brown cover", question=NOVEL.replace("novel", "opera"))
+  case = dataclasses.replace(case, passages=(page,))
+  skill = OfflineDistiller().distill(case, [])
+  assert " an opera (cover) " in skill.trigger
+  assert skill.avoidance == "Taking an opera with another cover."

@@ -122,9 +122,9 @@ _FAULTS = {
 # avoidance, template.
 _CONTRAST = (
   "Search for the {subject} by its {clue}.",
-  "{form} names a {subject} ({clue}) and similar pages are found.",
+  "{form} names {a} {subject} ({clue}) and similar pages are found.",
   "A page with the same {clue} as the question.",
-  "Taking a {subject} with another {clue}.",
+  "Taking {a} {subject} with another {clue}.",
   "{{entity}} {clue}",
 )
 
@@ -185,7 +185,8 @@ class OfflineDistiller:
     clue = next((c for r in record.right if (c := self._clue(record, r))), "")
     if not subject or not clue:
       return None
-    slots = dict(subject=subject, clue=clue, form=form)
+    a = "an" if subject[0] in "aeiou" else "a"
+    slots = dict(subject=subject, clue=clue, form=form, a=a)
     description, trigger, evidence, avoidance, template = (
       text.format(**slots) for text in _CONTRAST
     )
