@@ -12,8 +12,7 @@ with the seed of the world. So
 
 All signs together would find it, too, but a query may not be so long. Names of
 towns, firms and prizes say what they are of (Port BaDi), so that it can be told
-what to ask for an answer. Articles tell facts last, after the name again: what
-a policy knows where it reads a fact is what stands before it.
+what to ask for an answer.
 
 Nothing in a question says which of its signs is the one. Types are split into
 `taught` ones, whose rule stands in the seed skills and is played in the warm
