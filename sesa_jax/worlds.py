@@ -20,7 +20,7 @@ from sesa_jax.search.bm25 import Bm25
 from sesa_jax.skills import record
 
 PREFIX = "microworld:"
-EPISODES = 52_000  # of a warm start
+EPISODES = 40_000  # of a warm start
 FIELDS = ("trigger", "templates")  # of a skill, that its prompts show
 
 

@@ -154,9 +154,13 @@ def test_order_of_candidates():
   assert early.avoidance == "Taking the candidate mentioned first."
 
 
-WRONG_PAGE = Passage("3", "Ash", "A novel of green cover by Lee, of many years")
-RIGHT_PAGE = Passage("4", "Ash", "A novel of brown cover by Kim, of many years")
-NOVEL = "Who wrote the novel Ash of brown cover and many years?"
+WRONG_PAGE = Passage(
+  "3", "Ash", "A novel of green cover and short fame by Lee, of many years"
+)
+RIGHT_PAGE = Passage(
+  "4", "Ash", "A novel of brown cover and long fame by Kim, of many years"
+)
+NOVEL = "Who wrote the novel Ash of brown cover, long fame and many years?"
 
 
 def contrast(*queries, pages=(RIGHT_PAGE,), question=NOVEL):
@@ -181,7 +185,7 @@ def contrast(*queries, pages=(RIGHT_PAGE,), question=NOVEL):
     (
       contrast(
         "Ash brown cover",
-        question="Who wrote the novel Ash of brown paper and many years?",
+        question=NOVEL.replace("cover", "paper"),
       ),
       None,
     ),
@@ -192,7 +196,12 @@ def contrast(*queries, pages=(RIGHT_PAGE,), question=NOVEL):
       None,
     ),
     # Nothing stands before the name that could be told.
-    (contrast("Ash brown cover", question="Who wrote Ash, brown cover?"), None),
+    (
+      contrast(
+        "Ash brown cover", question="Who wrote Ash, brown cover, long fame?"
+      ),
+      None,
+    ),
     (contrast(), None),
   ],
 )
@@ -201,13 +210,53 @@ def test_a_right_query_is_a_lesson_where_it_made_the_difference(case, template):
   if template is None:
     assert skill.category == "person: decoy"
     return
-  assert skill.category == "novel: contrast"
+  assert skill.category == "novel: apart"
   assert skill.templates == (template,)
   assert "(cover)" in skill.trigger
   assert "novel" in skill.trigger
   assert leaks(skill, case, ENGLISH) is None
   # Shown in vain, it is not written again.
   assert OfflineDistiller().distill(case, [skill]).category == "person: decoy"
+
+
+@pytest.mark.parametrize(
+  ("asked", "page", "clue"),
+  [
+    # One thing differs; the word in common may stand on either side of it.
+    ("of brown cover and many years", "of green cover, of many years", "cover"),
+    ("of cover brown and many years", "of green cover, of many years", "cover"),
+    ("of brown cover, of many years", "of many green years", ""),
+    # Two things differ, or nothing does.
+    ("of brown cover and long fame", "of green cover and short fame", ""),
+    ("of green cover and many years", "of green cover, of many years", ""),
+    # A phrase ends at a mark: `years` and `brown` are no neighbours.
+    ("of many years, brown", "of many years, green", ""),
+    # Both words are missing: that is another kind of page.
+    ("of brown cover and many years", "of many years", ""),
+  ],
+)
+def test_the_one_thing_that_a_near_miss_lacks_is_a_lesson(asked, page, clue):
+  wrong = Passage("3", "Ash", f"A novel {page}, by Lee.")
+  question = f"Who wrote the novel Ash {asked}?"
+  case = record(question, ("Kim",), "Lee", (wrong,))
+  skill = OfflineDistiller().distill(case, [])
+  assert isinstance(skill, Skill)
+  assert leaks(skill, case, ENGLISH) is None
+  if clue:
+    assert skill.category == "novel: apart"
+    assert skill.templates == (f"{{entity}} {clue}",)
+    assert f"names a novel ({clue}) " in skill.trigger
+  else:
+    assert skill.category == "person: decoy"
+
+
+def test_a_page_that_has_the_answer_is_no_near_miss():
+  wrong = Passage("3", "Ash", "A novel of green cover, by Kim, not Lee.")
+  case = record(
+    "Who wrote the novel Ash of brown cover?", ("Kim",), "Lee", (wrong,)
+  )
+  skill = OfflineDistiller().distill(case, [])
+  assert skill.category == "person: neighbour"
 
 
 def test_a_lesson_has_the_article_that_its_noun_takes():

@@ -59,7 +59,7 @@ class Play:
   passages: tuple[Passage, ...] = ()  # that its searches found
   question: str = ""
   targets: tuple[str, ...] = ()
-  told: tuple[str, str] = ("", "")  # of a posed question: see `_told_by`
+  told: tuple[str, str] = ("", "")  # the answer as passages say it, the maker
 
   def row(self) -> dict:
     """Returns it as a line of JSON, for `--mode=sft`."""
@@ -269,8 +269,9 @@ def pose(
       return None
     found = turns.search(f"{person.name} {_FINDS['maker']}")
     key, value = "maker", person.name
+    told = _told(turns.passages, person, relation, world)
   else:
-    key, value = relation, target
+    key, value, told = relation, target, target
   things = [a for p in found if isinstance(a := world.about.get(p.id), Thing)]
   thing = next((t for t in things if getattr(t, key) == value), None)
   if thing is None:
@@ -291,23 +292,14 @@ def pose(
     tuple(turns.passages),
     question,
     targets,
-    _told_by(turns.passages, hops, world, thing, target),
+    (told, thing.maker),
   )
-
-
-def _told_by(passages, hops, world, thing, target) -> tuple[str, str]:
-  """The answer as passages tell it, and the maker, whom all answers follow."""
-  maker = world.people[thing.maker]
-  if hops == 1:
-    return target, maker.name
-  says = next(p.text for p in passages if world.about.get(p.id) is maker)
-  return target if target in says else world.towns[target], maker.name
 
 
 def evidence(
   world: World, posed: Play, others: Sequence[Play], room: int, count, rng
 ) -> Play:
-  """Answers a posed question from its own passages, hidden among others'."""
+  """Answers a posed question from its own passages, among those of others."""
   own = {p.id: p for p in posed.passages}
   lent = {p.id: p for play in others for p in play.passages if p.id not in own}
   rest = list(lent.values())
@@ -374,10 +366,8 @@ def plays(
         if play and role == "evidence":
           lenders = [*lenders[-15:], play]
           others = [p for p in lenders if p.targets != play.targets]
-          others = [
-            others[i] for i in rng.permutation(len(others))[: rng.integers(3)]
-          ]
-          play = evidence(world, play, others, room, tokens, rng)
+          lent = [_drawn(others, rng)] if others and rng.random() < 0.5 else []
+          play = evidence(world, play, lent, room, tokens, rng)
       if play:
         left -= 1
         yield world, play

@@ -6,8 +6,9 @@ comparison, ...), and what went wrong, read off the prediction, the targets and
 the passages. From the question come only plain words, never one that is part of
 a name, a title or an answer. Its only word lists are English function words.
 
-Where a record has right attempts, too (`distillation.contrast`), their queries
-are compared with the wrong attempt's pages: what led elsewhere is a lesson.
+A near miss tells what to look for: where the wrong page differs from the
+question in one thing, a search for that thing finds the right page. Where a
+record has right attempts (`distillation.contrast`), their queries tell it, too.
 """
 
 from __future__ import annotations
@@ -118,9 +119,9 @@ _FAULTS = {
   ),
 }
 
-# The lesson of a right attempt's query: description, trigger, evidence,
+# The lesson of what tells similar pages apart: description, trigger, evidence,
 # avoidance, template.
-_CONTRAST = (
+_APART = (
   "Search for the {subject} by its {clue}.",
   "{form} names {a} {subject} ({clue}) and similar pages are found.",
   "A page with the same {clue} as the question.",
@@ -171,7 +172,7 @@ class OfflineDistiller:
     asked, _ = min(_ASKED, key=lambda a: _position(a[1], question))
     form = next(f for p, f in _FORMS if re.search(p, question))
     covered = {skill.category for skill in shown}
-    lesson = self._contrast(record, form)
+    lesson = self._apart(record, form)
     if lesson and lesson.category not in covered:
       return lesson
     for fault in self._faults(record):
@@ -179,20 +180,21 @@ class OfflineDistiller:
         return self._write(record, asked, form, fault)
     return DistillFailure("the skills shown cover every fault", outage=False)
 
-  def _contrast(self, record: FailureRecord, form: str) -> Skill | None:
-    """Writes what right queries tell, if it differs from the wrong pages."""
-    subject = self._subject(record)
-    clue = next((c for r in record.right if (c := self._clue(record, r))), "")
+  def _apart(self, record: FailureRecord, form: str) -> Skill | None:
+    """Writes what tells the right page from the wrong ones, if that shows."""
+    subject, told = self._subject(record)
+    clues = [self._clue(record, right) for right in record.right]
+    clue = next(filter(None, clues), "") or self._difference(record, told)
     if not subject or not clue:
       return None
     a = "an" if subject[0] in "aeiou" else "a"
     slots = dict(subject=subject, clue=clue, form=form, a=a)
     description, trigger, evidence, avoidance, template = (
-      text.format(**slots) for text in _CONTRAST
+      text.format(**slots) for text in _APART
     )
     return Skill(
       id="",
-      category=f"{subject}: contrast",
+      category=f"{subject}: apart",
       description=description,
       trigger=trigger,
       evidence=evidence,
@@ -223,13 +225,36 @@ class OfflineDistiller:
         return " ".join(general)
     return ""
 
-  def _subject(self, record: FailureRecord) -> str:
-    """The plain word right before a name in the question: lake in `lake X`."""
+  def _difference(self, record: FailureRecord, told: str) -> str:
+    """The general word beside the one that the pages of a near miss lack.
+
+    Of `told`, what the question says of its subject: with `of thin cover` and
+    a page on a thick cover that is `cover`. "" where more than one thing, or
+    nothing, differs.
+    """
+    if "decoy" not in self._faults(record):
+      return ""
+    text = "\n".join(passage.text for passage in record.passages)
+    known = {*self.language.tokens(text), *_FUNCTION_WORDS}
+    clues = set()
+    for phrase in re.split(r"[^\w\s'-]+", told):
+      words = self.language.words(phrase)
+      for i, word in enumerate(words):
+        if not known.issuperset(self.language.tokens(word)):
+          beside = [*words[max(0, i - 1) : i], *words[i + 1 : i + 2]]
+          clues.add(next(iter(self._plain(record, beside)), ""))
+    return clues.pop() if len(clues) == 1 else ""
+
+  def _subject(self, record: FailureRecord) -> tuple[str, str]:
+    """The plain word right before a name in the question, and what follows it.
+
+    That is `lake` and ` in Italy` in `the lake X in Italy`; "" and "" if none.
+    """
     for name in self.language.entities(record.question):
-      match = re.search(rf"([a-z]+) {re.escape(name)}", record.question)
+      match = re.search(rf"([a-z]+) {re.escape(name)}(.*)", record.question)
       if match and (plain := self._plain(record, [match[1]])):
-        return plain[0]
-    return ""
+        return plain[0], match[2]
+    return "", ""
 
   def _faults(self, record: FailureRecord) -> list[str]:
     """Names of `_FAULTS` that the record shows, in that order."""
