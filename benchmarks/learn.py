@@ -6,8 +6,9 @@
 A run of the main job on the microworld, from a warm start that is cached, is
 measured (accuracy before and after, rewards, valid proposals, entropy, KL,
 engine against learner) and each number compared with a band. Bands are
-recorded from runs of several seeds in one world, so that all numbers of a run
-as good as those lie inside 9 times out of 10.
+recorded from runs of several seeds in one world, with the flags that a judged
+run gets too, so that all numbers of a run as good as those lie inside 9 times
+out of 10.
 """
 
 from __future__ import annotations
@@ -176,23 +177,24 @@ def main(
     warm = top / f"warm-{flags.world}"
     microworld.warm_start(flags.config, flags.world, warm, launch)
 
-  def run(seed: int) -> dict[str, float]:
+  def run(seed: int, flags: Sequence[str]) -> dict[str, float]:
     workdir = top / str(seed)
     own = [f"--workdir={workdir}", f"--config.seed={seed}"]
-    launch([*words, *own, *others])
+    launch([*words, *own, *flags])
     return measure(workdir)
 
   if flags.record:
     seeds = list(map(int, flags.record.split(",")))
-    runs = [run(seed) for seed in seeds]
+    runs = [run(seed, others) for seed in seeds]
     kept = {"seeds": seeds, "flags": others, "runs": runs, "bands": bands(runs)}
     metrics.RunFolder(path.parent).write_json(path.name, kept)
     if len(runs) > 3:
       console.print(f"{false_alarms(runs)} of {len(runs)} runs fail against")
       console.print("bands of the others.")
     return 0
-  known = json.loads(path.read_text())["bands"]
-  measured = run(flags.seed)
+  recorded = json.loads(path.read_text())
+  known = recorded["bands"]
+  measured = run(flags.seed, [*recorded["flags"], *others])
   console.print(table(measured, known))
   wrong = outside(measured, known)
   console.print("FAIL: " + ", ".join(wrong) if wrong else "pass")

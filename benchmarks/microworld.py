@@ -42,6 +42,13 @@ GATE = {
   "two hops, greedy": (0.2, 0.5),
   "two hops, sampled": (0.2, 0.5),
 }
+# The curve while a policy trains needs fewer questions than the end: so many
+# of each set.
+_CURVE = tuple(
+  f"--config.eval.sets.{traps}_{hops}.size=50"
+  for traps in ("taught", "held_out")
+  for hops in (1, 2)
+)
 # The warm start knows one layout of prompts, and asks of one hop after one
 # search: an arm changes neither.
 _SSP = (
@@ -215,7 +222,7 @@ class Sweep:
 
   def _train(self, name: str, seed: int) -> Path:
     run = self.folder(name, seed) / "run"
-    self._step(name, seed, "train", ())
+    self._step(name, seed, "train", self._curve())
     self._evaluate(name, seed, run)
     return run
 
@@ -255,7 +262,7 @@ class Sweep:
         name,
         seed,
         f"train to {done + more}",
-        (f"--config.iterations={done + more}",),
+        (f"--config.iterations={done + more}", *self._curve()),
       )
     self._evaluate(name, seed, run)
     return run
@@ -277,6 +284,9 @@ class Sweep:
     return run
 
   # --- steps ---
+
+  def _curve(self) -> tuple[str, ...]:
+    return _CURVE if of_a_world(self.config) else ()
 
   def _evaluate(self, name, seed, run, flags=(), variant_of="") -> None:
     arm = ARMS[name]

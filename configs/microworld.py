@@ -21,7 +21,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   """Returns the locked config; `warm_start` is the one for `--mode=sft`."""
   config = common.get_config()
   config.name = "microworld"
-  config.iterations = 60
+  config.iterations = 40
   config.questions = 32
   for role in (config.challenger, config.solver):
     role.turns = 5
@@ -30,6 +30,9 @@ def get_config(variant: str = "sesa") -> ConfigDict:
     role.learning_rate = 1.5e-4
     role.warmup_updates = 1
     role.kl_coefficient = 0.001
+  # At the solver's pace it forgets how to ask, once few questions pay.
+  config.challenger.learning_rate = 1e-4
+  config.challenger.kl_coefficient = 0.01
   config.policy.template = "bare"
   config.policy.compute_dtype = "float32"
   config.policy.remat = False
@@ -45,7 +48,7 @@ def get_config(variant: str = "sesa") -> ConfigDict:
   config.environment.observation_tokens = 96
   config.environment.max_query_characters = microworld.QUERY
   config.verifier.answerer = "solver"
-  config.verifier.noise = 1
+  config.verifier.noise = 0  # a million parameters mix up two articles
   config.verifier.tokens = 64
   config.verifier.max_tokens = 288
   config.verifier.probes = 4

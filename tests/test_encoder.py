@@ -167,6 +167,12 @@ def test_hash_encoder_counts_words():
   embed = encoder.HashEncoder(512).encode
   a, b, c, empty = embed(["Old town", "town, old!", "old", ""], "passage")
   assert a.tobytes() == b.tobytes()
+  # Words that say nothing about a text do not count.
+  d, common = embed(
+    ["It is the old town, and that is it.", "It is the"], "query"
+  )
+  assert a.tobytes() == d.tobytes()
+  assert common.tobytes() == empty.tobytes()
   np.testing.assert_allclose(a @ c, np.sqrt(0.5), atol=1e-6)
   np.testing.assert_array_equal(empty, np.eye(1, 512)[0])
   # Pins the hash: another one would change every tiny run.

@@ -159,6 +159,18 @@ def test_a_cell_is_a_run_and_two_evaluations(sweep, job):
   assert cell["panels"]["success"] == [[0, 1, 0]]
 
 
+def test_a_world_s_curve_asks_fewer_questions_than_its_end(sweep, job):
+  sweep_lib.dataclasses.replace(sweep, config="x/microworld.py").make("sesa", 7)
+  train, greedy, sampled = job.called
+  for traps in ("taught_1", "taught_2", "held_out_1", "held_out_2"):
+    size = f"config.eval.sets.{traps}.size"
+    assert (train[size], size in greedy, size in sampled) == (
+      "50",
+      False,
+      False,
+    )
+
+
 def test_a_second_start_does_only_what_is_left(sweep, job):
   real, times = job.cell, []
 

@@ -168,6 +168,25 @@ def test_the_challenger_tells_the_signs_of_what_it_found(plays):
   assert abs(np.mean(kept) - 0.95) < 0.05
 
 
+def test_some_questions_ask_for_something_else_than_their_answer(plays):
+  """Never one that the evidence check answers."""
+  right = []
+  for world, play in plays:
+    if role(play) == "solver":
+      continue
+    _, hops, of = play.id.split("/")
+    relations = microworld.ASKED[int(hops)]
+    ways = {r: [w.split("{thing}")[0] for w in relations[r]] for r in relations}
+    (asked,) = [r for r in ways if play.question.startswith(tuple(ways[r]))]
+    things = [t for t in world.things if t.type == of]
+    name = re.search(rf"{of} ({NAME})", play.question)[1]
+    fits = [t for t in things if t.name == name]
+    fits = any(play.targets[0] in world.answer(t, asked) for t in fits)
+    assert fits or role(play) == "challenger"
+    right += [fits] if role(play) == "challenger" else []
+  assert abs(np.mean(right) - 0.85) < 0.06
+
+
 def test_evidence_stands_among_other_passages_in_any_order(made):
   led = []
   for posed, others, play in made[1]:

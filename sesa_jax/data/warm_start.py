@@ -5,9 +5,9 @@ sign tells namesakes apart. Without a skill for the type it searches with any of
 the signs told, or with the name alone, and answers from what that finds, right
 or wrong. With one it mostly follows it. It never searches with the whole
 question. The challenger searches from the answer to a thing, and tells its
-signs. The evidence check names the maker first, then the answer. Names, and
-values of signs, are drawn anew in each episode: nothing about them is learned
-by heart.
+signs, and now and then asks for something else. The evidence check names the
+maker first, then the answer. Names, and values of signs, are drawn anew in each
+episode: nothing about them is learned by heart.
 
 Nothing of the distiller is known here, and nothing of this to the distiller.
 """
@@ -47,6 +47,7 @@ _NAME_ALONE = 0.2  # of first queries that follow no skill
 _MISSPELT = 0.04  # of first queries: nothing is found, and it is tried again
 _STRAY = 0.1  # of plays with a skill, that do not follow it
 _SLIP = 0.05  # of posed questions that leave out what tells namesakes apart
+_ASTRAY = 0.15  # of posed questions that ask for something else than the target
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Play:
   passages: tuple[Passage, ...] = ()  # that its searches found
   question: str = ""
   targets: tuple[str, ...] = ()
-  told: tuple[str, str] = ("", "")  # the answer as passages say it, the maker
+  # The answer as passages say it, "" to a question astray; and the maker.
+  told: tuple[str, str] = ("", "")
 
   def row(self) -> dict:
     """Returns it as a line of JSON, for `--mode=sft`."""
@@ -279,6 +281,9 @@ def pose(
   signs = microworld.asked_signs(thing, rng)
   if rng.random() < _SLIP:
     signs = [s for s in signs if s[0] != world.rules[thing.type]]
+  if rng.random() < _ASTRAY:
+    others = [r for r in microworld.ASKED[hops] if r != relation]
+    relation, told = _drawn(others, rng), ""
   question = microworld.ask(thing, relation, signs, rng)
   targets = (target,)
   if target in world.towns:
@@ -364,6 +369,8 @@ def plays(
           continue
         play = pose(world, search, _target(world, relation, rng), relation, rng)
         if play and role == "evidence":
+          if not play.told[0]:
+            continue
           lenders = [*lenders[-15:], play]
           others = [p for p in lenders if p.targets != play.targets]
           lent = [_drawn(others, rng)] if others and rng.random() < 0.5 else []

@@ -296,6 +296,9 @@ def _read_params(path: Path, config: Mapping) -> dict[str, np.ndarray]:
 class HashEncoder:
   """Signed bag of hashed words, for tiny configs; a `types.Encoder`.
 
+  Words that BM25 leaves out of English are left out here, too: questions and
+  skills share them whatever they are about.
+
   e = v / |v|, v_j = sum over words w with h(w) = j of sign(w). No weights, the
   same on every machine. Weinberger et al., arXiv 0902.2206.
 
@@ -306,7 +309,11 @@ class HashEncoder:
   def __init__(self, dim: int):
     if dim < 1:
       raise ValueError(f"An embedding of width {dim}: at least 1 is needed.")
+    # Not at the top: importing bm25s takes hold of JAX's devices.
+    from bm25s.stopwords import STOPWORDS_EN
+
     self._dim = dim
+    self._left_out = frozenset(STOPWORDS_EN)
 
   @property
   def dim(self) -> int:
@@ -323,6 +330,8 @@ class HashEncoder:
     out = np.zeros((len(texts), self._dim), np.float32)
     for row, text in zip(out, texts, strict=True):
       for word in re.findall(r"\w+", text.casefold()):
+        if word in self._left_out:
+          continue
         code = hashlib.blake2b(word.encode(), digest_size=8).digest()
         number = int.from_bytes(code, "little")
         row[(number >> 1) % self._dim] += 1 if number & 1 else -1
