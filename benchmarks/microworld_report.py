@@ -188,6 +188,10 @@ def _interval(found: paired.Interval) -> str:
   return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
+def _gain(tables: Mapping[int, np.ndarray]) -> str:
+  return _interval(accuracy(tables)) if tables else "-"
+
+
 def _by_seed(tables: Mapping[int, np.ndarray]) -> str:
   less = (t[:, 9].mean() - t[:, 4].mean() for _, t in sorted(tables.items()))
   return " ".join(f"{100 * x:+.0f}" for x in less)
@@ -233,7 +237,8 @@ def _gains(cells: Cells, arms: Sequence[str]) -> str:
         for bank in ("none", own_bank(cell, how))
       )
       for bank in banks:
-        tables = joined(cells, ("start", bank), (arm, bank), how)
+        sides = ("start", bank), (arm, bank)
+        tables = joined(cells, *sides, how)
         if not tables:
           continue
         means = np.mean([table.mean(0) for table in tables.values()], axis=0)
@@ -243,7 +248,7 @@ def _gains(cells: Cells, arms: Sequence[str]) -> str:
             bank,
             _WORDS[how],
             f"{_points(means[4])} to {_points(means[9])}",
-            _interval(accuracy(tables)),
+            *(_gain(joined(cells, *sides, how, t)) for t in TRAPS.values()),
             _interval(accuracy_of_answered(tables)),
             _by_seed(tables),
           ]
@@ -255,7 +260,7 @@ def _gains(cells: Cells, arms: Sequence[str]) -> str:
       "bank",
       "sampling",
       "accuracy",
-      "gain",
+      *(f"gain, {name}" for name in TRAPS),
       "gain among well-formed answers",
       "by seed",
     ),
@@ -266,20 +271,19 @@ def _gains(cells: Cells, arms: Sequence[str]) -> str:
 def _splits(cells: Cells, arms: Sequence[str]) -> str:
   rows = []
   for arm in arms:
-    tables = joined(cells, ("start", "none"), (arm, "none"), "sampled")
-    if not tables:
-      continue
-    row = [arm]
-    for i in range(len(paired.SHARES)):
-      found = paired.bootstrap(
-        list(tables.values()), lambda means, i=i: paired.split(means)[..., i]
-      )
-      row.append(_interval(found))
-    rows.append(row)
+    for bank in ("none", "final"):
+      tables = joined(cells, ("start", bank), (arm, bank), "sampled")
+      if not tables:
+        continue
+      row = [arm, bank]
+      for i in range(len(paired.SHARES)):
+        found = paired.bootstrap(
+          list(tables.values()), lambda means, i=i: paired.split(means)[..., i]
+        )
+        row.append(_interval(found))
+      rows.append(row)
   return _table(
-    "The gain without skills at T = 1, split",
-    ("arm", *paired.SHARES),
-    rows,
+    "The gain at T = 1, split", ("arm", "bank", *paired.SHARES), rows
   )
 
 
@@ -298,23 +302,27 @@ def curve(cell: Cell, bank: str) -> tuple[list[int], list[float]]:
 
 
 def _areas(cells: Cells, arms: Sequence[str]) -> str:
-  areas: dict[str, dict[int, float]] = {}
-  for (arm, seed), cell in cells.items():
-    points = curve(cell, "none")
-    if arm in arms and len(points[0]) > 1:
-      areas.setdefault(arm, {})[seed] = paired.area(*points)
+  areas: dict[tuple[str, str], dict[int, float]] = {}
+  for arm in arms:
+    for bank in ("none", "final"):
+      for (name, seed), cell in cells.items():
+        points = curve(cell, bank)
+        if name == arm and len(points[0]) > 1:
+          areas.setdefault((arm, bank), {})[seed] = paired.area(*points)
   rows = []
-  for arm, known in areas.items():
-    both = sorted(known.keys() & areas.get("sesa", {}).keys())
+  for (arm, bank), known in areas.items():
+    method = areas.get(("sesa", bank), {})
+    both = sorted(known.keys() & method.keys())
     less = ""
     if both and arm != "sesa":
-      tables = [np.array([[areas["sesa"][s], known[s]]]) for s in both]
+      tables = [np.array([[method[s], known[s]]]) for s in both]
       less = _interval(paired.bootstrap(tables, paired.difference))
     values = " ".join(_points(known[seed]) for seed in sorted(known))
-    rows.append([arm, _points(float(np.mean([*known.values()]))), values, less])
+    mean = _points(float(np.mean([*known.values()])))
+    rows.append([arm, bank, mean, values, less])
   return _table(
-    "Mean accuracy over training (area under the curve), without skills",
-    ("arm", "mean", "by seed", "less SESA's, over seeds alone"),
+    "Mean accuracy over training (area under the curve), greedy",
+    ("arm", "bank", "mean", "by seed", "less SESA's, over seeds alone"),
     rows,
   )
 
@@ -333,7 +341,7 @@ def _pairs(cells: Cells) -> str:
         [
           said,
           _WORDS[how],
-          *(_interval(accuracy(t)) if t else "-" for t in found.values()),
+          *map(_gain, found.values()),
           _by_seed(found["all"]),
         ]
       )

@@ -406,11 +406,14 @@ def test_report_by_hand(finished):
   gains = {tuple(row[:3]): row[3:] for row in rows(text, "What training")}
   assert gains["sesa", "none", "greedy"][0] == "25.0 to 50.0"
   assert gains["sesa", "none", "greedy"][1].startswith("+25.0 [")
+  taught, held_out = gains["sesa", "none", "greedy"][2:4]
+  assert taught == "+50.0 [+0.0, +100.0]"
+  assert held_out == "+0.0 [+0.0, +0.0]"
   # 1 of 3 answers right before, 2 of 4 after.
-  assert gains["sesa", "none", "T = 1"][2].startswith("+16.7 [")
+  assert gains["sesa", "none", "T = 1"][4].startswith("+16.7 [")
   assert gains["sesa", "final", "T = 1"][0] == "50.0 to 100.0"
   assert gains["ssp", "none", "greedy"][1].startswith("+0.0 [")
-  assert gains["sesa", "final", "greedy"][3] == "+50 +50"
+  assert gains["sesa", "final", "greedy"][5] == "+50 +50"
   pairs = {tuple(row[:2]): row[2:] for row in rows(text, "Paired")}
   everything, taught, held_out, seeds = pairs["On - Off", "T = 1"]
   assert everything.startswith("+50.0 [")
@@ -420,10 +423,10 @@ def test_report_by_hand(finished):
   assert pairs["Off - SSP", "greedy"][0].startswith("+25.0 [")
   assert pairs["final - scrambled", "greedy"][0].startswith("+25.0 [")
   assert ("On - without priming", "greedy") not in pairs
-  areas = {row[0]: row[1:] for row in rows(text, "Mean accuracy")}
+  areas = {tuple(row[:2]): row[2:] for row in rows(text, "Mean accuracy")}
   # (0 + 12) / 40 at first, (10 + 18) / 40 at the end.
-  assert areas["sesa"] == ["50.0", "50.0 50.0", ""]
-  assert areas["ssp"][::2] == ["20.0", "-30.0 [-30.0, -30.0]"]
+  assert areas["sesa", "none"] == ["50.0", "50.0 50.0", ""]
+  assert areas["ssp", "none"][::2] == ["20.0", "-30.0 [-30.0, -30.0]"]
   challenger = {row[0]: row[1:] for row in rows(text, "The challenger")}
   assert challenger["sesa"] == ["20.0 to 90.0", "3.00 to 1.00", "50.0 to 25.0"]
   costs = {row[0]: row[1:] for row in rows(text, "What it cost")}
@@ -459,8 +462,8 @@ def test_a_difference_is_what_its_name_says():
 
 def test_the_split_of_the_report_adds_up(finished):
   text = report_lib.report(finished)
-  (row,) = [r for r in rows(text, "The gain") if r[0] == "sesa"]
-  shares = [float(re.match(r"[+-][\d.]+", text)[0]) for text in row[1:]]
+  (row,) = [r for r in rows(text, "The gain") if r[:2] == ["sesa", "none"]]
+  shares = [float(re.match(r"[+-][\d.]+", text)[0]) for text in row[2:]]
   assert sum(shares) == pytest.approx(25, abs=0.3)
   cells = report_lib.read(finished)
   (table,) = [
@@ -485,7 +488,7 @@ def test_a_gain_among_no_answers_is_none(finished):
     path = finished / f"start-{seed}.json"
     path.write_text(json.dumps(cell("start", seed, silent)))
   gains = rows(report_lib.report(finished), "What training")
-  assert {row[5] for row in gains} == {"-"}
+  assert {row[7] for row in gains} == {"-"}
   assert "nan" not in report_lib.report(finished)
 
 
