@@ -71,6 +71,8 @@ def report(folder: Path) -> str:
     _areas(cells, trained),
     _pairs(cells),
     _challenger(cells, trained),
+    _histograms(cells, trained),
+    _banks(cells, trained),
     _costs(cells, arms),
   ]
   return "\n\n".join(filter(None, parts))
@@ -361,14 +363,25 @@ def _series(cell: Cell, panel: str, label: str) -> tuple[float, float]:
   return float(np.mean(values[:third])), float(np.mean(values[-third:]))
 
 
+def histograms(cell: Cell) -> np.ndarray:
+  """Shares of posed questions by success rate, first and last third of a run.
+
+  Returns:
+    [2, G + 1] for p = 0, 1/G, ..., 1; [2, 0] of a run that posed none.
+  """
+  known = [c for c in cell["panels"].get("success", ()) if c[0] is not None]
+  if not known:
+    return np.zeros((2, 0))
+  third = math.ceil(len(known) / 3)
+  return np.array([np.mean(known[:third], 0), np.mean(known[-third:], 0)])
+
+
 def frontier_share(cell: Cell) -> tuple[float, float]:
   """Share of posed questions with 0 < p < 1, first and last third of a run."""
-  known = [c for c in cell["panels"].get("success", ()) if c[0] is not None]
-  shares = [1 - column[0] - column[-1] for column in known]
-  third = math.ceil(len(shares) / 3)
-  if not shares:
+  first, last = histograms(cell)
+  if not first.size:
     return math.nan, math.nan
-  return float(np.mean(shares[:third])), float(np.mean(shares[-third:]))
+  return 1 - first[0] - first[-1], 1 - last[0] - last[-1]
 
 
 def _challenger(cells: Cells, arms: Sequence[str]) -> str:
@@ -389,6 +402,43 @@ def _challenger(cells: Cells, arms: Sequence[str]) -> str:
   return _table(
     "The challenger, mean of the first and of the last third of the iterations",
     ("arm", "valid proposals", "entropy, nats", "questions with 0 < p < 1"),
+    rows,
+  )
+
+
+def _histograms(cells: Cells, arms: Sequence[str]) -> str:
+  rows, head = [], ()
+  for arm in arms:
+    mine = [histograms(c) for (name, _), c in cells.items() if name == arm]
+    mine = [shares for shares in mine if shares.size]
+    if mine:
+      means = np.mean(mine, axis=0)
+      rates = np.linspace(0, 1, means.shape[1])
+      head = tuple(f"p = {p:.2g}" for p in rates)
+      for when, shares in zip(("first", "last"), means, strict=True):
+        rows.append([arm, when, *map(_points, shares)])
+  return _table(
+    "Questions by the solver's success rate, first and last third of a run",
+    ("arm", "third", *head),
+    rows,
+  )
+
+
+def _banks(cells: Cells, arms: Sequence[str]) -> str:
+  rows = []
+  for arm in arms:
+    for (name, seed), cell in cells.items():
+      sizes = cell["panels"].get("bank", {})
+      if name == arm and sizes:
+        (_, run), (_, null) = (
+          sizes["active"],
+          sizes.get("active, null", ((), ())),
+        )
+        ends = [f"{null[-1]:.1f}"] if null else ["-"]
+        rows.append([arm, str(seed), f"{run[0]:.0f}", f"{run[-1]:.0f}", *ends])
+  return _table(
+    "Active skills; null: had outcomes been those of other skills, mean",
+    ("arm", "seed", "at the start", "at the end", "at the end, null"),
     rows,
   )
 

@@ -357,6 +357,10 @@ def cell(arm, seed, evaluations, **more):
       "valid_rate": {"valid": [[1, 2, 3], [0.2, 0.5, 0.9]]},
       "entropy": {"challenger": [[1, 2, 3], [3.0, 2.0, 1.0]]},
       "success": [[0.5, 0.5, 0.0], [None] * 3, [0.25, 0.25, 0.5]],
+      "bank": {
+        "active": [[0, 1, 2, 3], [6.0, 6.0, 9.0, 8.0]],
+        "active, null": [[0, 1, 2, 3], [6.0, 6.0, 9.0, 8.64]],
+      },
     },
     cpu_seconds={"train": 10.0, "greedy": 5.0},
     iterations=3,
@@ -429,6 +433,12 @@ def test_report_by_hand(finished):
   assert areas["ssp", "none"][::2] == ["20.0", "-30.0 [-30.0, -30.0]"]
   challenger = {row[0]: row[1:] for row in rows(text, "The challenger")}
   assert challenger["sesa"] == ["20.0 to 90.0", "3.00 to 1.00", "50.0 to 25.0"]
+  posed = {tuple(row[:2]): row[2:] for row in rows(text, "Questions by")}
+  assert posed["ssp", "first"] == ["50.0", "50.0", "0.0"]
+  assert posed["ssp", "last"] == ["25.0", "25.0", "50.0"]
+  assert "| p = 0 | p = 0.5 | p = 1 |" in text
+  active = {tuple(row[:2]): row[2:] for row in rows(text, "Active skills")}
+  assert active["sesa", "2"] == ["6", "8", "8.6"]
   costs = {row[0]: row[1:] for row in rows(text, "What it cost")}
   assert costs["sesa"] == ["1, 2", "3", "1,000", "15", "abcdef01+"]
   assert costs["ssp"][-1] == "abcdef01"
