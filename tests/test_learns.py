@@ -1,9 +1,10 @@
 """All stages of the main job together learn, and learn from rewards alone.
 
-`python -m tests.learns --seeds=0,1,2,3` gave, greedy, 1.00 in all four runs whose
-rewards were earned (0.00 before) and 0.50, 0.33, 0.50 and 0.08 in those whose
-rewards were permuted; sampled, 0.96, 0.96, 0.92, 0.93 and 0.25, 0.24, 0.23, 0.14
-in the last three iterations (0.24 to 0.29 in the first). 86 CPU-seconds a seed.
+`python -m tests.learns --seeds=0,1,2,3` gave, greedy, 1.00 in all four runs
+whose rewards were earned (0.00 before) and 0.50, 0.33, 0.50 and 0.08 in those
+whose rewards were permuted; sampled, in the last three iterations, 0.96, 0.96,
+0.92, 0.93 and 0.25, 0.24, 0.23, 0.14 (0.24 to 0.29 in the first). 86
+CPU-seconds a seed.
 """
 
 import pytest
