@@ -41,7 +41,7 @@ def watch(job: subprocess.Popen, workdir: Path, seconds: float) -> int:
 
 
 def pairs(
-  cells: Sequence[Mapping[str, Any]], bank: str = "none"
+  cells: Sequence[Mapping[str, Any]], bank: str
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
   """Episodes of one question before and after, of those that were kept.
 
@@ -87,7 +87,9 @@ def newest(source: life.Source, count: int) -> list[str]:
 def tell(workdir: Path, console: Any) -> None:
   """Prints the episodes and the skills of a finished run."""
   folder = metrics.RunFolder(workdir, writes=False)
-  found = pairs(folder.read_json("eval.json", []))[:EPISODES]
+  cells = folder.read_json("eval.json", [])
+  shown = (found for bank in ("final", "none") if (found := pairs(cells, bank)))
+  found = next(shown, [])[:EPISODES]
   console.print(side_by_side(found) if found else "No episode was kept.")
   source = life.open_bank(workdir)
   for id in newest(source, SKILLS):

@@ -144,10 +144,10 @@ def test_recording_and_judging(tmp_path, capsys):
 # --- the demo ----------------------------------------------------------------
 
 
-def kept(number, iteration, verdict):
+def kept(number, iteration, verdict, bank):
   return {
     "episode": make_row(
-      number, arm="eval/none", iteration=iteration, verdict=verdict
+      number, arm=f"eval/{bank}", iteration=iteration, verdict=verdict
     )
   }
 
@@ -158,8 +158,8 @@ def cells():
       iteration=iteration,
       bank=bank,
       predictions=[
-        kept(1, iteration, "right"),
-        kept(2, iteration, "right" if iteration else "wrong"),
+        kept(1, iteration, "right", bank),
+        kept(2, iteration, "right" if iteration else "wrong", bank),
         {"verdict": "wrong"},
       ],
     )
@@ -169,13 +169,13 @@ def cells():
 
 
 def test_pairs_are_of_one_question_and_what_was_learned_comes_first():
-  found = demo_learn.pairs(cells())
+  found = demo_learn.pairs(cells(), "none")
   assert [[row["request_id"] for row in pair] for pair in found] == [
     ["q2", "q2"],
     ["q1", "q1"],
   ]
   assert [[row["iteration"] for row in pair] for pair in found] == [[0, 4]] * 2
-  assert demo_learn.pairs(cells()[:2]) == []
+  assert demo_learn.pairs(cells()[:2], "none") == []
 
 
 def test_the_demo_watches_and_tells(tmp_path):
@@ -190,7 +190,8 @@ def test_the_demo_watches_and_tells(tmp_path):
   demo_learn.tell(tmp_path, rich.console.Console(file=out, width=160))
   text = out.getvalue()
   assert text.index("q2 #2") < text.index("q1 #1")
-  assert "iteration 4, eval/none" in text
+  # As the policy is meant to be used: with its bank.
+  assert "iteration 4, eval/final" in text
   line = next(line for line in text.splitlines() if "verdict" in line)
   assert line.index("wrong") < line.index("right")
 
