@@ -18,6 +18,7 @@ Cells = Mapping[tuple[str, int], Cell]  # by arm and seed
 # What an arm is evaluated with where its own bank is meant.
 _OWN = ("final", "none")
 _HOW = ("sampled", "greedy")
+_UNPRIMED = ("no_priming",)  # begins with no skills, whatever its bank is later
 _EVALUATED = ("start", "other_bank", "right_bank")  # nothing is trained
 _WORDS = {"sampled": "T = 1", "greedy": "greedy"}
 TRAPS = {"all": "", "taught": "t", "held out": "h"}
@@ -194,6 +195,11 @@ def _gain(tables: Mapping[int, np.ndarray]) -> str:
   return _interval(accuracy(tables)) if tables else "-"
 
 
+def _begun(arm: str, bank: str) -> tuple[str, str]:
+  """The evaluation of the warm start that an arm's training began with."""
+  return "start", "none" if arm in _UNPRIMED and bank == "final" else bank
+
+
 def _by_seed(tables: Mapping[int, np.ndarray]) -> str:
   less = (t[:, 9].mean() - t[:, 4].mean() for _, t in sorted(tables.items()))
   return " ".join(f"{100 * x:+.0f}" for x in less)
@@ -239,7 +245,7 @@ def _gains(cells: Cells, arms: Sequence[str]) -> str:
         for bank in ("none", own_bank(cell, how))
       )
       for bank in banks:
-        sides = ("start", bank), (arm, bank)
+        sides = _begun(arm, bank), (arm, bank)
         tables = joined(cells, *sides, how)
         if not tables:
           continue
@@ -274,7 +280,7 @@ def _splits(cells: Cells, arms: Sequence[str]) -> str:
   rows = []
   for arm in arms:
     for bank in ("none", "final"):
-      tables = joined(cells, ("start", bank), (arm, bank), "sampled")
+      tables = joined(cells, _begun(arm, bank), (arm, bank), "sampled")
       if not tables:
         continue
       row = [arm, bank]

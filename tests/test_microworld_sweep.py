@@ -492,6 +492,17 @@ def test_the_split_of_the_report_adds_up(finished):
   np.testing.assert_allclose(100 * found, shares, atol=0.06)
 
 
+def test_what_begins_without_skills_gains_on_none(finished):
+  for seed in (1, 2):
+    path = finished / f"no_priming-{seed}.json"
+    path.write_text(json.dumps(cell("no_priming", seed, SESA)))
+  found = rows(report_lib.report(finished), "What training")
+  gains = {tuple(row[:3]): row[3] for row in found}
+  assert gains["no_priming", "final", "greedy"] == "25.0 to 100.0"
+  assert gains["sesa", "final", "greedy"] == "50.0 to 100.0"
+  assert gains["no_priming", "none", "greedy"] == "25.0 to 50.0"
+
+
 def test_a_gain_among_no_answers_is_none(finished):
   silent = {bank: packed(*["0000"] * 4) for bank in START}
   for seed in (1, 2):
