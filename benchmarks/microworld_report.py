@@ -444,7 +444,7 @@ def _banks(cells: Cells, arms: Sequence[str]) -> str:
         rows.append([arm, str(seed), f"{run[0]:.0f}", f"{run[-1]:.0f}", *ends])
   return _table(
     "Active skills; null: had outcomes been those of other skills, mean",
-    ("arm", "seed", "at the start", "at the end", "at the end, null"),
+    ("arm", "seed", "when first filled", "at the end", "at the end, null"),
     rows,
   )
 
