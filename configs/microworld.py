@@ -11,7 +11,8 @@ minutes; the second plays and learns. World, warm start and run follow
 docs/microworld.md for the world, costs and what came out.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
+from ml_collections.config_dict import _Op
 
 from configs import common
 from sesa_jax.data import microworld
@@ -93,10 +94,9 @@ def _imitate(config: ConfigDict) -> None:
 def _name_files(config: ConfigDict) -> None:
   """Names the files of the world of `seed`, also of one given later."""
   config.policy.path = _file(config, "policy")
-  with config.ignore_type():
-    config.corpus = config.get_ref("seed")._apply_op(
-      lambda seed: (f"microworld:{seed}/corpus.jsonl",)
-    )
+  # A reference to an int cannot be cast to a tuple, which a flag may replace.
+  corpus = _Op(lambda _, path: (path,), [_file(config, "corpus.jsonl")])
+  config.corpus = FieldReference((), op=corpus)
   config.seeds.path = _file(config, "seeds.jsonl")
   config.bank.prime = "mined:" + _file(config, "skills.jsonl")
   for name in ("taught_1", "taught_2", "held_out_1", "held_out_2"):

@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 
+import absl.flags
 import numpy as np
 import pytest
 import rich.console
+from ml_collections import config_flags
 
 from benchmarks import demo_learn, learn
 from configs import microworld as setting
@@ -84,7 +86,7 @@ def test_good_runs_rarely_fail():
   assert learn.false_alarms(runs) == 1
 
 
-def test_a_run_stays_in_its_world_whatever_its_seed():
+def test_a_run_stays_in_its_world_whatever_its_seed(monkeypatch):
   """All that a config takes from its own world is taken from that one."""
   config = setting.get_config()
   config.unlock()
@@ -94,6 +96,14 @@ def test_a_run_stays_in_its_world_whatever_its_seed():
   assert len(flags) == own > 6
   assert all("microworld:3/" in flag for flag in flags)
   assert "--config.policy.path=microworld:3/policy" in flags
+  # Flags that a run takes, whatever seed it has besides.
+  given, words = absl.flags.FlagValues(), ["run", "--config.seed=5", *flags]
+  monkeypatch.setattr(sys, "argv", words)  # where overrides are looked for
+  config_flags.DEFINE_config_dict("config", config, flag_values=given)
+  given(words)
+  known = str(given.config.copy_and_resolve_references().to_dict())
+  assert set(re.findall(r"microworld:(\d+)/", known)) == {"3"}
+  assert given.config.seed == 5
 
 
 def test_what_is_missing_or_not_a_number_is_outside():
