@@ -63,6 +63,7 @@ def report(folder: Path) -> str:
   arms = list(dict.fromkeys(arm for arm, _ in cells))
   trained = [arm for arm in arms if arm not in _EVALUATED]
   parts = [
+    "# The microworld's study in tables",
     "Intervals are 95 %, by a bootstrap over seeds and, in each, over "
     "questions (2,000 draws, percentiles). Of 3 to 5 seeds it is too narrow: "
     "see each seed's value beside it. Numbers are percent.",

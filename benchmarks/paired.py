@@ -6,6 +6,7 @@ question, a column a thing that was measured on it, by one arm or by several.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -62,22 +63,33 @@ def bootstrap(
 
   Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap.
   """
-  rng = np.random.default_rng(seed)
   value = np.mean([statistic(table.mean(0)) for table in tables])
-  count = len(tables)
-  picked = rng.integers(count, size=(draws, count))
-  found = np.zeros((draws, count))
-  for number, table in enumerate(tables):
-    rows = len(table)
-    here = picked == number
-    times = rng.multinomial(rows, np.full(rows, 1 / rows), size=here.sum())
-    found[here] = statistic(times @ table / rows)
+  found = np.zeros((draws, len(tables)))
+  for table, (here, times) in zip(
+    tables, _draws(seed, draws, tuple(map(len, tables))), strict=True
+  ):
+    found[here] = statistic(times @ table / len(table))
   tail, means = 100 * (1 - confidence) / 2, found.mean(1)
   means = means[~np.isnan(means)]  # of draws in which there is a statistic
   if math.isnan(value) or not means.size:
     return Interval(math.nan, math.nan, math.nan)
   low, high = np.percentile(means, (tail, 100 - tail))
   return Interval(float(value), float(low), float(high))
+
+
+@functools.lru_cache(maxsize=16)  # most of the time, and alike for all tables
+def _draws(
+  seed: int, draws: int, sizes: tuple[int, ...]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Of each seed where it was drawn, and how often each of its rows was."""
+  rng = np.random.default_rng(seed)
+  picked = rng.integers(len(sizes), size=(draws, len(sizes)))
+  found = []
+  for number, rows in enumerate(sizes):
+    here = picked == number
+    times = rng.multinomial(rows, np.full(rows, 1 / rows), size=here.sum())
+    found.append((here, times.astype(float)))
+  return found
 
 
 def difference(means: Float[np.ndarray, "*b 2"]) -> Float[np.ndarray, "*b"]:

@@ -463,6 +463,12 @@ MEANT = {
 }
 
 
+@pytest.mark.slow
+def test_the_tables_of_the_docs_are_those_of_the_cells():
+  tables = (sweep_lib.ROOT / "docs/microworld_tables.md").read_text("utf-8")
+  assert tables == report_lib.report(sweep_lib.RESULTS) + "\n"
+
+
 def test_a_difference_is_what_its_name_says():
   for said, before, after in report_lib.PAIRS:
     assert [after, before] == [MEANT[words] for words in said.split(" - ")]
