@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -174,7 +175,7 @@ def main(
   words = [f"--config={flags.config}"]
   if microworld.of_a_world(flags.config):
     words += pinned(flags.world)
-    warm = top / f"warm-{flags.world}"
+    warm = top / f"warm-{worlds.digest()}-{flags.world}"
     microworld.warm_start(flags.config, flags.world, warm, launch)
 
   def run(seed: int, flags: Sequence[str]) -> dict[str, float]:
@@ -185,6 +186,8 @@ def main(
 
   if flags.record:
     seeds = list(map(int, flags.record.split(",")))
+    if len(seeds) < 3:
+      parser.error("bands of fewer than 3 seeds would say nothing")
     runs = [run(seed, others) for seed in seeds]
     kept = {"seeds": seeds, "flags": others, "runs": runs, "bands": bands(runs)}
     metrics.RunFolder(path.parent).write_json(path.name, kept)
@@ -194,6 +197,8 @@ def main(
     return 0
   recorded = json.loads(path.read_text())
   known = recorded["bands"]
+  # A finished run would be resumed, and say what older code has learned.
+  shutil.rmtree(top / str(flags.seed), ignore_errors=True)
   measured = run(flags.seed, [*recorded["flags"], *others])
   console.print(table(measured, known))
   wrong = outside(measured, known)

@@ -136,7 +136,7 @@ def launch(words: Sequence[str]) -> float:
 
 def of_a_world(config: str) -> bool:
   """Says whether a config file is the microworld's, and none for a test."""
-  return Path(config).name == Path(CONFIG).name
+  return Path(config.partition(":")[0]).name == Path(CONFIG).name
 
 
 def warm_start(
@@ -170,7 +170,7 @@ class Sweep:
     config: path of the config file.
     work: folder of the runs.
     results: folder of the finished cells.
-    flags: of every command, after the arm's.
+    flags: of every command, before the arm's.
     seeds: worlds; another world of one is the next in the list.
     launch: runs the main job with such words.
     gate: bounds of `check_gate`.
@@ -208,7 +208,7 @@ class Sweep:
     for needed in (*arm.needs, *(["start"] if name != "start" else [])):
       if not self.result(needed, seed).exists():
         raise ValueError(f"{name} needs {needed} of seed {seed} first.")
-    if arm.kind == "train":
+    if arm.kind in ("train", "matched"):
       check_gate(json.loads(self.result("start", seed).read_text()), self.gate)
     self.folder(name, seed).mkdir(parents=True, exist_ok=True)
     run = getattr(self, f"_{arm.kind}")(name, seed)
@@ -264,6 +264,8 @@ class Sweep:
         f"train to {done + more}",
         (f"--config.iterations={done + more}", *self._curve()),
       )
+      if last_iteration(run) == done:
+        raise RuntimeError(f"{run} goes on no more: remove its folder.")
     self._evaluate(name, seed, run)
     return run
 
@@ -509,9 +511,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     seeds=tuple(map(int, flags.seeds.split(","))),
     gate={} if flags.ungated else GATE,
   )
+  failed = 0
   for name, seed in order(flags.arms.split(","), sweep.seeds):
-    made = sweep.make(name, seed)
-    print(f"{name} {seed}: {'made' if made else 'was there'}", flush=True)
+    try:
+      said = "made" if sweep.make(name, seed) else "was there"
+    except (ValueError, RuntimeError) as error:
+      said, failed = f"not made: {error}", failed + 1
+    print(f"{name} {seed}: {said}", flush=True)
+  if failed:
+    sys.exit(1)
 
 
 if __name__ == "__main__":

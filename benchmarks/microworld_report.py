@@ -364,6 +364,7 @@ def _pairs(cells: Cells) -> str:
 def _series(cell: Cell, panel: str, label: str) -> tuple[float, float]:
   """Means of the first and of the last third of a curve; NaN without one."""
   _, values = cell["panels"].get(panel, {}).get(label, ([], []))
+  values = [value for value in values if value is not None]
   third = math.ceil(len(values) / 3)
   if not values:
     return math.nan, math.nan

@@ -143,7 +143,8 @@ def test_recording_and_judging(tmp_path, capsys):
   assert kept["seeds"] == [0, 1, 2, 3]
   assert kept["flags"] == ["--config.iterations=7"]
   for scale, code, said in ((1.01, 0, "pass"), (0.5, 1, "FAIL: solver's")):
-    where, job = f"--workdir={tmp_path / str(scale)}", Job(scale)
+    # In one folder: what stands there from before is not measured again.
+    where, job = f"--workdir={tmp_path / 'judged'}", Job(scale)
     assert learn.main([*given, where, "--config.questions=2"], job) == code
     assert said in capsys.readouterr().out
     # As the recorded runs were, unless it is told otherwise.

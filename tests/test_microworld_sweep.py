@@ -329,6 +329,15 @@ def test_unknown_arms_and_flags(capsys):
     assert "arms are start, sesa" in capsys.readouterr().err
 
 
+def test_a_cell_that_cannot_be_made_stops_no_other(tmp_path, capsys):
+  flags = ["--config=c.py", "--seeds=7", "--arms=sesa,ssp"]
+  with pytest.raises(SystemExit) as stopped:
+    sweep_lib.main([*flags, f"--work={tmp_path}", f"--results={tmp_path}"])
+  assert stopped.value.code == 1
+  said = capsys.readouterr().out.splitlines()
+  assert [line.split(":")[0] for line in said] == ["sesa 7", "ssp 7"]
+
+
 # --- the report --------------------------------------------------------------
 
 
@@ -355,7 +364,7 @@ def cell(arm, seed, evaluations, **more):
     ],
     panels={
       "valid_rate": {"valid": [[1, 2, 3], [0.2, 0.5, 0.9]]},
-      "entropy": {"challenger": [[1, 2, 3], [3.0, 2.0, 1.0]]},
+      "entropy": {"challenger": [[1, 2, 3, 4], [3.0, None, 2.0, 1.0]]},
       "success": [[0.5, 0.5, 0.0], [None] * 3, [0.25, 0.25, 0.5]],
       "bank": {
         "active": [[0, 1, 2, 3], [6.0, 6.0, 9.0, 8.0]],

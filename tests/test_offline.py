@@ -210,7 +210,7 @@ def test_a_right_query_is_a_lesson_where_it_made_the_difference(case, template):
   if template is None:
     assert skill.category == "person: decoy"
     return
-  assert skill.category == "novel: apart"
+  assert skill.category == "novel: cover"
   assert skill.templates == (template,)
   assert "(cover)" in skill.trigger
   assert "novel" in skill.trigger
@@ -231,6 +231,8 @@ def test_a_right_query_is_a_lesson_where_it_made_the_difference(case, template):
     ("of green cover and many years", "of green cover, of many years", ""),
     # A phrase ends at a mark: `years` and `brown` are no neighbours.
     ("of many years, brown", "of many years, green", ""),
+    # The same kind of thing differs twice.
+    ("of brown cover and red cover", "of green cover, of black cover", ""),
     # Both words are missing: that is another kind of page.
     ("of brown cover and many years", "of many years", ""),
   ],
@@ -243,11 +245,55 @@ def test_the_one_thing_that_a_near_miss_lacks_is_a_lesson(asked, page, clue):
   assert isinstance(skill, Skill)
   assert leaks(skill, case, ENGLISH) is None
   if clue:
-    assert skill.category == "novel: apart"
+    assert skill.category == "novel: cover"
     assert skill.templates == (f"{{entity}} {clue}",)
     assert f"names a novel ({clue}) " in skill.trigger
   else:
     assert skill.category == "person: decoy"
+
+
+@pytest.mark.parametrize(
+  "question",
+  [
+    "Who directed Ash in the year 1997?",  # a verb, no noun
+    "Who wrote the novel Ashes of brown cover?",  # the name is another
+    "Who wrote the sAsh of brown cover?",
+  ],
+)
+def test_what_stands_before_no_name_is_no_subject(question):
+  wrong = Passage("3", "Ash", "A novel of the year 1953, directed by Lee.")
+  case = record(question, ("Kim",), "Lee", (wrong,))
+  assert OfflineDistiller().distill(case, []).category == "person: decoy"
+
+
+def test_what_a_page_has_in_its_title_does_not_differ():
+  wrong = Passage("3", "Ash, brown", "A novel of green cover, by Lee.")
+  case = record(
+    "Who wrote the novel Ash of brown cover?", ("Kim",), "Lee", (wrong,)
+  )
+  assert OfflineDistiller().distill(case, []).category == "person: decoy"
+
+
+def test_no_prediction_is_no_title():
+  case = record("Who wrote Ash?", ("Kim",), "", (Passage("3", "", "By Lee."),))
+  assert OfflineDistiller().distill(case, []).category == "person: astray"
+
+
+def test_a_lesson_in_vain_leaves_room_for_another():
+  """Shown is what to search for, not merely that there is something."""
+  wrong = Passage("3", "Ash", "A novel of green cover, by Lee.")
+  case = record(
+    "Who wrote the novel Ash of brown cover?", ("Kim",), "Lee", (wrong,)
+  )
+  other = dataclasses.replace(
+    case, question=case.question.replace("cover", "fame")
+  )
+  page = Passage("3", "Ash", "A novel of short fame, by Lee.")
+  vain = OfflineDistiller().distill(
+    dataclasses.replace(other, passages=(page,)), []
+  )
+  assert vain.category == "novel: fame"
+  assert OfflineDistiller().distill(case, [vain]).category == "novel: cover"
 
 
 def test_a_page_that_has_the_answer_is_no_near_miss():

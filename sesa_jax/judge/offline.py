@@ -194,7 +194,7 @@ class OfflineDistiller:
     )
     return Skill(
       id="",
-      category=f"{subject}: apart",
+      category=f"{subject}: {clue}",
       description=description,
       trigger=trigger,
       evidence=evidence,
@@ -218,7 +218,7 @@ class OfflineDistiller:
     )
     asked = set(self.language.tokens(record.question))
     for query in right.queries:
-      words = [w for w in self.language.words(query) if w in asked]
+      words = [w for w in self.language.tokens(query) if w in asked]
       words = [w for w in words if w in right_pages]
       general = self._plain(record, [w for w in words if w in wrong_pages])
       if general and set(words) - wrong_pages:
@@ -234,24 +234,25 @@ class OfflineDistiller:
     """
     if "decoy" not in self._faults(record):
       return ""
-    text = "\n".join(passage.text for passage in record.passages)
+    text = "\n".join(f"{p.title}\n{p.text}" for p in record.passages)
     known = {*self.language.tokens(text), *_FUNCTION_WORDS}
-    clues = set()
+    clues: dict[str, str] = {}  # of each word that the pages lack
     for phrase in re.split(r"[^\w\s'-]+", told):
       words = self.language.words(phrase)
       for i, word in enumerate(words):
         if not known.issuperset(self.language.tokens(word)):
           beside = [*words[max(0, i - 1) : i], *words[i + 1 : i + 2]]
-          clues.add(next(iter(self._plain(record, beside)), ""))
-    return clues.pop() if len(clues) == 1 else ""
+          clues[word] = next(iter(self._plain(record, beside)), "")
+    return next(iter(clues.values())) if len(clues) == 1 else ""
 
   def _subject(self, record: FailureRecord) -> tuple[str, str]:
-    """The plain word right before a name in the question, and what follows it.
+    """The noun that says what a name is of, and what follows the name.
 
     That is `lake` and ` in Italy` in `the lake X in Italy`; "" and "" if none.
     """
     for name in self.language.entities(record.question):
-      match = re.search(rf"([a-z]+) {re.escape(name)}(.*)", record.question)
+      noun = rf"\b(?:the|an?) ([a-z]+) {re.escape(name)}(?!\w)(.*)"
+      match = re.search(noun, record.question, re.DOTALL)
       if match and (plain := self._plain(record, [match[1]])):
         return plain[0], match[2]
     return "", ""
@@ -272,7 +273,7 @@ class OfflineDistiller:
       found.add("kind")
     pages = "\n".join(f"{p.title}\n{p.text}" for p in record.passages)
     answer_seen = self.language.mentions_any(pages, record.targets)
-    if wrong in [tokens(passage.title) for passage in record.passages]:
+    if wrong and wrong in [tokens(p.title) for p in record.passages]:
       found.add("title" if answer_seen else "hop")
     elif wrong and self.language.mentions_any(pages, record.prediction):
       found.add("neighbour" if answer_seen else "decoy")
