@@ -6,11 +6,11 @@ Each of four articles is named after a metal and tells a word. Questions ask for
 the word of a beast or a fruit, which is that of one metal: the rule, drawn with
 the seed, three subjects a metal. No text tells it. The policy begins with
 imitated episodes, which search for the subject with a metal and answer what
-that told: with the right one in three of ten cases, with one and the same wrong
-one in four. So it is wrong at its best guess, and right now and then. Where
-more becomes right, rewards have told which metal to search for. The word is
-another in each imitated episode, so it has to be read; and no question that is
-evaluated is trained on.
+that told: with the right one in three of ten cases, with a certain wrong one
+in four of ten. So it is wrong at its best guess, and right now and then. Where
+more attempts become right, rewards have told which metal to search for. The
+word is another in each imitated episode, so it has to be read; and no question
+that is evaluated is trained on.
 
 This file is a config, too, with paths in the folder that a command runs in.
 """

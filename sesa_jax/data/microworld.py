@@ -10,11 +10,12 @@ with the seed of the world. So
 * the name with the sign of the rule finds the right one,
 * the name alone, or with another sign, finds the same one of eight every time.
 
-All signs together would find it, too, but a query may not be so long. Names of
-towns, firms and prizes say what they are of (Port BaDi), so that it can be told
-what to ask for an answer.
+All signs with their values would find it, too, but a query may not be so long;
+the values without the signs mostly fit. Names of towns, firms and prizes say
+what they are of (Port BaDi), so that it can be told what to ask for an answer.
 
-Nothing in a question says which of its signs is the one. Types are split into
+Nothing in a question says which of its signs is the one; over all questions
+about a type it is the one that all of them tell. Types are split into
 `taught` ones, whose rule stands in the seed skills and is played in the warm
 start, and `held_out` ones, whose rule does in neither.
 
