@@ -233,6 +233,9 @@ def test_nothing_is_trained_from_a_warm_start_out_of_the_gate(fresh, job):
   bounds |= {"two hops, sampled": (0.3, 0.5)}
   with pytest.raises(ValueError, match="two hops, sampled"):
     sweep_lib.dataclasses.replace(fresh, gate=bounds).make("ssp", 7)
+  fresh.make("ssp", 7)
+  with pytest.raises(ValueError, match="valid proposals 0.12, wanted 0.5"):
+    strict.make("ssp_matched", 7)
   for name in bounds:  # on the other side of what was found
     with pytest.raises(ValueError, match=f"{name} 0.[12]., wanted 0.0 to 0.1"):
       sweep_lib.check_gate(made(fresh, "start", 7), {name: (0.0, 0.1)})
@@ -258,6 +261,14 @@ def test_the_matched_run_samples_as_much(sweep, job):
   steps = [step for step in cell["cpu_seconds"] if step.startswith("train")]
   assert steps == ["train to 12", "train to 13", "train to 14"]
   assert set(cell["evaluations"]["greedy"]) == {"none"}
+
+
+def test_a_matched_run_that_stands_still_is_not_tried_for_ever(sweep, job):
+  for name in ("sesa", "ssp"):
+    sweep.make(name, 7)
+  idle = sweep_lib.dataclasses.replace(sweep, launch=lambda words: 1.0)
+  with pytest.raises(RuntimeError, match="goes on no more: remove its folder"):
+    idle.make("ssp_matched", 7)
 
 
 def test_another_worlds_bank(sweep, job):

@@ -198,6 +198,7 @@ def test_evidence_stands_among_other_passages_in_any_order(made):
     if len(shown) > len(own):
       led.append(set(shown[: len(own)]) == own)
   assert 0.02 < np.mean(led) < 0.5
+  assert 0.4 < np.mean([len(others) for _, others, _ in made[1]]) < 0.6
 
 
 def test_the_script_does_not_know_the_rules(plays):
