@@ -370,7 +370,7 @@ def cell(arm, seed, evaluations, **more):
       dict(iteration=i, set=name, bank="none", n=n, em=em)
       for i, name, n, em in (
         (0, "x", 10, 0.0), (0, "y", 30, 0.4),
-        (8, "x", 10, 1.0), (8, "y", 30, 0.6),
+        (8, "x", 10, 1.0), (8, "y", 30, 0.4),
       )
     ],
     panels={
@@ -448,9 +448,9 @@ def test_report_by_hand(finished):
   assert pairs["final - scrambled", "greedy"][0].startswith("+25.0 [")
   assert ("On - without priming", "greedy") not in pairs
   areas = {tuple(row[:2]): row[2:] for row in rows(text, "Mean accuracy")}
-  # (0 + 12) / 40 at first, (10 + 18) / 40 at the end.
-  assert areas["sesa", "none"] == ["50.0", "50.0 50.0", ""]
-  assert areas["ssp", "none"][::2] == ["20.0", "-30.0 [-30.0, -30.0]"]
+  # (0 + 12) / 40 at first, (10 + 12) / 40 at the end.
+  assert areas["sesa", "none"] == ["42.5", "42.5 42.5", ""]
+  assert areas["ssp", "none"][::2] == ["20.0", "-22.5 [-22.5, -22.5]"]
   challenger = {row[0]: row[1:] for row in rows(text, "The challenger")}
   assert challenger["sesa"] == ["20.0 to 90.0", "3.00 to 1.00", "50.0 to 25.0"]
   posed = {tuple(row[:2]): row[2:] for row in rows(text, "Questions by")}

@@ -266,6 +266,14 @@ def test_what_stands_before_no_name_is_no_subject(question):
   assert OfflineDistiller().distill(case, []).category == "person: decoy"
 
 
+def test_what_is_part_of_a_name_is_no_subject():
+  wrong = Passage("3", "Ash (novel)", "A novel of green cover, by Lee.")
+  case = record(
+    "Who wrote the novel Ash of brown cover?", ("Kim",), "Lee", (wrong,)
+  )
+  assert OfflineDistiller().distill(case, []).category == "person: decoy"
+
+
 def test_what_a_page_has_in_its_title_does_not_differ():
   wrong = Passage("3", "Ash, brown", "A novel of green cover, by Lee.")
   case = record(
