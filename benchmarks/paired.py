@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from scipy.special import stdtrit
 
 # How an attempt comes to a right answer; each stage needs those before.
 STAGES = ("format", "searches", "passage", "reading")
@@ -52,7 +53,7 @@ def bootstrap(
   rows as a whole, so that what is paired stays paired. The interval is between
   percentiles of the draws. Of few seeds it is too narrow: of S the spread of
   the draws' means over seeds is sqrt((S - 1) / S) of what it should be, and
-  Student's quantile (4.3 for S = 3) is not in it. Look at each seed, too.
+  Student's quantile (4.3 for S = 3) is not in it: `over_seeds` has both.
 
   Args:
     tables: one a seed.
@@ -75,6 +76,23 @@ def bootstrap(
     return Interval(math.nan, math.nan, math.nan)
   low, high = np.percentile(means, (tail, 100 - tail))
   return Interval(float(value), float(low), float(high))
+
+
+def over_seeds(
+  values: Sequence[float], confidence: float = 0.95
+) -> Interval:
+  """Student's interval of a mean, for a value a seed.
+
+    mean +- t s / sqrt(n),  t of n - 1 degrees of freedom
+
+  It asks whether the same would come out in other worlds, whatever the number
+  of questions. NaN about the mean of a single seed.
+  """
+  n, mean = len(values), float(np.mean(values))
+  if n < 2:
+    return Interval(mean, math.nan, math.nan)
+  half = stdtrit(n - 1, (1 + confidence) / 2) * np.std(values, ddof=1) / n**0.5
+  return Interval(mean, float(mean - half), float(mean + half))
 
 
 @functools.lru_cache(maxsize=16)  # most of the time, and alike for all tables

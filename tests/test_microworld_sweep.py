@@ -406,8 +406,9 @@ def finished(tmp_path):
   for seed in (1, 2):
     for arm, found in (("start", START), ("sesa", SESA), ("ssp", SSP)):
       path = tmp_path / f"{arm}-{seed}.json"
-      # SSP's accuracy is 20 % all through its training.
-      flat = [dict(point, em=0.2) for point in cell(arm, seed, found)["curve"]]
+      # SSP's accuracy is 20 % all through its training, in the other world 40.
+      points = cell(arm, seed, found)["curve"]
+      flat = [dict(point, em=0.2 * seed) for point in points]
       more = {"curve": flat} if arm == "ssp" else {}
       path.write_text(json.dumps(cell(arm, seed, found, **more)))
   return tmp_path
@@ -437,12 +438,16 @@ def test_report_by_hand(finished):
   assert gains["sesa", "none", "T = 1"][4].startswith("+16.7 [")
   assert gains["sesa", "final", "T = 1"][0] == "50.0 to 100.0"
   assert gains["ssp", "none", "greedy"][1].startswith("+0.0 [")
-  assert gains["sesa", "final", "greedy"][5] == "+50 +50"
+  assert gains["sesa", "final", "greedy"][5:] == [
+    "+50.0 [+50.0, +50.0]",
+    "+50 +50",
+  ]
   pairs = {tuple(row[:2]): row[2:] for row in rows(text, "Paired")}
-  everything, taught, held_out, seeds = pairs["On - Off", "T = 1"]
+  everything, taught, held_out, students, seeds = pairs["On - Off", "T = 1"]
   assert everything.startswith("+50.0 [")
   assert taught == "+0.0 [+0.0, +0.0]"
   assert held_out == "+100.0 [+100.0, +100.0]"
+  assert students == "+50.0 [+50.0, +50.0]"
   assert seeds == "+50 +50"
   assert pairs["Off - SSP", "greedy"][0].startswith("+25.0 [")
   assert pairs["final - scrambled", "greedy"][0].startswith("+25.0 [")
@@ -450,7 +455,9 @@ def test_report_by_hand(finished):
   areas = {tuple(row[:2]): row[2:] for row in rows(text, "Mean accuracy")}
   # (0 + 12) / 40 at first, (10 + 12) / 40 at the end.
   assert areas["sesa", "none"] == ["42.5", "42.5 42.5", ""]
-  assert areas["ssp", "none"][::2] == ["20.0", "-22.5 [-22.5, -22.5]"]
+  # 42.5 less 20 and less 40: s = 20 / sqrt(2), t of one degree 12.706.
+  less = "-12.5 [-139.6, +114.6]"
+  assert areas["ssp", "none"] == ["30.0", "20.0 40.0", less]
   challenger = {row[0]: row[1:] for row in rows(text, "The challenger")}
   assert challenger["sesa"] == ["20.0 to 90.0", "3.00 to 1.00", "50.0 to 25.0"]
   posed = {tuple(row[:2]): row[2:] for row in rows(text, "Questions by")}

@@ -225,6 +225,8 @@ def test_a_right_query_is_a_lesson_where_it_made_the_difference(case, template):
     # One thing differs; the word in common may stand on either side of it.
     ("of brown cover and many years", "of green cover, of many years", "cover"),
     ("of cover brown and many years", "of green cover, of many years", "cover"),
+    # Or on both: then it is the one before.
+    ("of cover brown years", "of cover green years", "cover"),
     ("of brown cover, of many years", "of many green years", ""),
     # Two things differ, or nothing does.
     ("of brown cover and long fame", "of green cover and short fame", ""),
@@ -272,6 +274,24 @@ def test_what_is_part_of_a_name_is_no_subject():
     "Who wrote the novel Ash of brown cover?", ("Kim",), "Lee", (wrong,)
   )
   assert OfflineDistiller().distill(case, []).category == "person: decoy"
+
+
+def test_what_found_the_right_page_tells_more_than_what_differs():
+  case = contrast(
+    "Ash brown cover",
+    question="Who wrote the novel Ash of brown cover and long years?",
+  )
+  page = Passage("3", "Ash", "A novel of brown cover, by Lee, of many years.")
+  near = dataclasses.replace(case, passages=(page,), right=())
+  distil = OfflineDistiller().distill
+  assert distil(near, []).category == "novel: years"
+  page = Passage("3", "Ash", "A novel of green cover, by Lee, of long years.")
+  right = RightAttempt(("Ash brown years",), (RIGHT_PAGE,))
+  both = dataclasses.replace(case, passages=(page,), right=(right,))
+  assert distil(dataclasses.replace(both, right=()), []).category == (
+    "novel: cover"
+  )
+  assert distil(both, []).category == "novel: years"
 
 
 def test_what_a_page_has_in_its_title_does_not_differ():

@@ -48,6 +48,19 @@ def test_seeds_that_differ_widen_the_interval():
   assert same == (1.0, 1.0, 1.0)
 
 
+def test_students_interval_by_hand():
+  """Of 1, 2, 3: s = 1, and t of 2 degrees of freedom 4.3027 (any table)."""
+  found = paired.over_seeds([1.0, 2.0, 3.0])
+  half = 4.30265 / 3**0.5
+  assert found == pytest.approx((2.0, 2 - half, 2 + half), abs=1e-4)
+  narrow = paired.over_seeds([1.0, 2.0, 3.0], confidence=0.9)
+  assert narrow.high == pytest.approx(2 + 2.91999 / 3**0.5, abs=1e-4)
+  alone = paired.over_seeds([4.0])
+  assert alone.value == 4.0
+  assert np.isnan(alone.low)
+  assert np.isnan(alone.high)
+
+
 def test_seeds_count_alike_whatever_their_rows():
   tables = [np.array([[0.0, 1.0]] * 30), np.array([[0.0, 0.0]])]
   assert paired.bootstrap(tables, paired.difference).value == 0.5

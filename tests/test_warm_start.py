@@ -238,6 +238,8 @@ def test_useless_skills_are_about_other_types(plays):
     skills = play.prompt.partition("Question:")[0]
     assert bool(skills) == (shown != "none")
     assert not re.search(rf"\b{type[0]}\b", skills)
+    about = re.search(rf"\b({'|'.join(microworld.TYPES)})\b", skills)
+    assert bool(about) == (shown == "useless")
 
 
 def test_posed_questions_mostly_keep_the_rules(plays):
