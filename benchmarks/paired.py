@@ -78,9 +78,7 @@ def bootstrap(
   return Interval(float(value), float(low), float(high))
 
 
-def over_seeds(
-  values: Sequence[float], confidence: float = 0.95
-) -> Interval:
+def over_seeds(values: Sequence[float], confidence: float = 0.95) -> Interval:
   """Student's interval of a mean, for a value a seed.
 
     mean +- t s / sqrt(n),  t of n - 1 degrees of freedom
