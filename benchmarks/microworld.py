@@ -49,6 +49,7 @@ _CURVE = tuple(
   for traps in ("taught", "held_out")
   for hops in (1, 2)
 )
+_ITS_OWN = ("--config.seed", "--config.eval.banks", "--config.eval.other")
 # The warm start knows one layout of prompts, and asks of one hop after one
 # search: an arm changes neither.
 _SSP = (
@@ -65,7 +66,7 @@ class Arm:
   variant: str = "sesa"
   flags: tuple[str, ...] = ()
   banks: tuple[str, ...] = BANKS
-  kind: str = "train"  # or "start", "matched", "other"
+  kind: str = "train"  # or "start", "matched", "other", "untrained"
   needs: tuple[str, ...] = ()  # arms whose cell of the same seed comes before
 
 
@@ -96,9 +97,15 @@ ARMS = {
   ),
   **{
     f"invalid_{how}": Arm(
-      f"invalid proposals: {how}", flags=(f"--config.challenger.invalid={how}",)
+      f"invalid proposals: {how}",
+      flags=(f"--config.challenger.invalid={how}", *more),
     )
-    for how in ("mask", "zero", "penalty")
+    for how, more in (
+      ("mask", ()),
+      ("zero", ()),
+      # As much as the best question earns; 0.1 would be as the default does.
+      ("penalty", ("--config.challenger.invalid_penalty=1.0",)),
+    )
   },
   "other_bank": Arm(
     "SESA's policy with the bank of another world",
@@ -110,6 +117,12 @@ ARMS = {
     "SESA's policy with the rules of all types as skills",
     banks=("other",),
     kind="other",
+    needs=("sesa",),
+  ),
+  "start_bank": Arm(
+    "the warm start with the bank that SESA ends with",
+    banks=("other",),
+    kind="untrained",
     needs=("sesa",),
   ),
 }
@@ -209,7 +222,7 @@ class Sweep:
       if not self.result(needed, seed).exists():
         raise ValueError(f"{name} needs {needed} of seed {seed} first.")
     if arm.kind in ("train", "matched"):
-      check_gate(json.loads(self.result("start", seed).read_text()), self.gate)
+      check_gate(read(self.result("start", seed)), self.gate)
     self.folder(name, seed).mkdir(parents=True, exist_ok=True)
     run = getattr(self, f"_{arm.kind}")(name, seed)
     cell = describe(run, self.folder(name, seed))
@@ -238,21 +251,29 @@ class Sweep:
     flags = ("--config.iterations=1", "--config.questions=64")
     flags += ("--config.eval.banks=('none',)",)
     self._step(name, seed, "pose", flags, run=run)
-    other = f"--config.eval.other=mined:{worlds.PREFIX}{seed}/right.jsonl"
+    self._at_rest(name, seed, f"{worlds.PREFIX}{seed}/right.jsonl")
+    return run
+
+  def _untrained(self, name: str, seed: int) -> Path:
+    """Evaluates the warm start with the bank of SESA's run."""
+    return self._at_rest(name, seed, self._bank(seed))
+
+  def _at_rest(self, name: str, seed: int, other: str | Path) -> Path:
+    """Evaluates the warm start; `other` is the bank of that name."""
     for how, temperature in TEMPERATURES.items():
-      place = self.folder(name, seed) / f"at {how}"
-      flags = ("--config.iterations=0", other)
+      run = self.folder(name, seed) / f"at {how}"
+      flags = ("--config.iterations=0", f"--config.eval.other=mined:{other}")
       flags += _evaluating(temperature, ARMS[name].banks)
-      self._step(name, seed, how, flags, run=place)
-      cells = json.loads((place / "eval.json").read_text())
+      self._step(name, seed, how, flags, run=run)
+      cells = json.loads((run / "eval.json").read_text())
       _keep(self.folder(name, seed), how, cells)
     return run
 
   def _matched(self, name: str, seed: int) -> Path:
     """Trains on, a few iterations at a time, until as much was sampled."""
     run = self.folder(name, seed) / "run"
-    wanted = json.loads(self.result("sesa", seed).read_text())["sampled_tokens"]
-    last = json.loads(self.result("ssp", seed).read_text())
+    wanted = read(self.result("sesa", seed))["sampled_tokens"]
+    last = read(self.result("ssp", seed))
     pace = last["sampled_tokens"] / last["iterations"]
     while (made := sampled_tokens(run)) < wanted:
       done = len(metrics.RunFolder(run, writes=False).read("metrics.jsonl"))
@@ -273,17 +294,25 @@ class Sweep:
     """Evaluates SESA's run with a bank of the next world, or with the truth."""
     run = self.folder("sesa", seed) / "run"
     other = self.seeds[(self.seeds.index(seed) + 1) % len(self.seeds)]
-    bank = self.folder("sesa", other) / "run/skills.jsonl"
     if name == "right_bank":
       bank = f"{worlds.PREFIX}{seed}/right.jsonl"
-    elif other == seed or not bank.exists():
-      raise ValueError(
-        f"{name} of seed {seed} needs a run of sesa of another seed in "
-        f"{self.work}: name two seeds or more."
-      )
+    elif other == seed:
+      raise ValueError(f"{name} needs another world: name two seeds or more.")
+    else:
+      bank = self._bank(other)
     flags = (f"--config.eval.other=mined:{bank}",)
     self._evaluate(name, seed, run, flags, variant_of="sesa")
     return run
+
+  def _bank(self, seed: int) -> Path:
+    """The bank that a run of SESA has left."""
+    bank = self.folder("sesa", seed) / "run/skills.jsonl"
+    if not bank.exists():
+      raise ValueError(
+        f"{bank} is missing: a cell has only figures of its run. Make sesa of "
+        f"seed {seed} anew (remove {self.result('sesa', seed)})."
+      )
+    return bank
 
   # --- steps ---
 
@@ -326,6 +355,23 @@ class Sweep:
       ]
     )
     notes.write_json("steps.json", taken)
+
+
+def read(place: Path) -> dict[str, Any]:
+  """Reads a finished cell.
+
+  Raises:
+    ValueError: it is damaged.
+  """
+  try:
+    cell = json.loads(place.read_text("utf-8"))
+    if missing := {"arm", "seed", "evaluations", "panels"} - cell.keys():
+      raise ValueError(f"no {', '.join(sorted(missing))}")
+  except (ValueError, AttributeError) as error:
+    raise ValueError(
+      f"{place} is no finished cell ({error}): remove it, and make it anew."
+    ) from error
+  return cell
 
 
 def standing(cell: Mapping[str, Any]) -> dict[str, float]:
@@ -477,16 +523,27 @@ def _plain(panels: Mapping[str, plots.Panel]) -> dict[str, Any]:
 
 def order(arms: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
   """Returns the cells, each after those that it needs."""
-  last = [name for name in arms if ARMS[name].kind == "other"]
+  last = [name for name in arms if ARMS[name].kind in ("other", "untrained")]
   first = [name for name in arms if name not in last]
   return [(name, seed) for of in (first, last) for name in of for seed in seeds]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+  """Reads a flag of seeds, such as `100,101`.
+
+  Raises:
+    ArgumentTypeError: it is something else.
+  """
+  if not re.fullmatch(r"\d+(,\d+)*", text):
+    raise argparse.ArgumentTypeError(f"{text!r} is no list like 100,101")
+  return tuple(map(int, text.split(",")))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Makes the cells that are missing, or prints the report."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--config", default=CONFIG)
-  parser.add_argument("--seeds", default="100,101,102,103,104")
+  parser.add_argument("--seeds", type=numbers, default="100,101,102,103,104")
   parser.add_argument("--arms", default=",".join(ARMS))
   parser.add_argument("--work", default="runs/microworld")
   parser.add_argument("--results", default=str(RESULTS))
@@ -498,24 +555,30 @@ def main(argv: Sequence[str] | None = None) -> None:
   if flags.report:
     from benchmarks import microworld_report
 
-    print(microworld_report.report(Path(flags.results)))
+    try:
+      print(microworld_report.report(Path(flags.results)))
+    except ValueError as error:
+      parser.error(str(error))
     return
   unknown = [name for name in flags.arms.split(",") if name not in ARMS]
   if unknown or any(not flag.startswith("--config.") for flag in others):
     parser.error(f"unknown: {unknown or others}; arms are {', '.join(ARMS)}")
+  for flag in others:
+    if flag.startswith(_ITS_OWN):
+      parser.error(f"{flag}: seeds and banks are the cells' own; see --seeds.")
   sweep = Sweep(
     config=flags.config,
     work=Path(flags.work).absolute(),
     results=Path(flags.results).absolute(),
     flags=tuple(others),
-    seeds=tuple(map(int, flags.seeds.split(","))),
+    seeds=flags.seeds,
     gate={} if flags.ungated else GATE,
   )
   failed = 0
   for name, seed in order(flags.arms.split(","), sweep.seeds):
     try:
       said = "made" if sweep.make(name, seed) else "was there"
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
       said, failed = f"not made: {error}", failed + 1
     print(f"{name} {seed}: {said}", flush=True)
   if failed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import paired
+from benchmarks import microworld, paired
 
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]  # by arm and seed
@@ -19,13 +18,26 @@ Cells = Mapping[tuple[str, int], Cell]  # by arm and seed
 _OWN = ("final", "none")
 _HOW = ("sampled", "greedy")
 _UNPRIMED = ("no_priming",)  # begins with no skills, whatever its bank is later
-_EVALUATED = ("start", "other_bank", "right_bank")  # nothing is trained
+# Nothing is trained.
+_EVALUATED = ("start", "other_bank", "right_bank", "start_bank")
+# What two cells of a world have in common.
+_WORLD = ("questions", "generator")
 _WORDS = {"sampled": "T = 1", "greedy": "greedy"}
 TRAPS = {"all": "", "taught": "t", "held out": "h"}
 
 # Pairs whose difference says something: what it says, (arm, bank) of both.
 PAIRS = (
   ("On - Off", ("sesa", "none"), ("sesa", "final")),
+  (
+    "warm start with its bank - the warm start",
+    ("start", "final"),
+    ("start_bank", "other"),
+  ),
+  (
+    "On - warm start with its bank",
+    ("start_bank", "other"),
+    ("sesa", "final"),
+  ),
   ("Off - SSP", ("ssp", "none"), ("sesa", "none")),
   ("Off - SSP, same tokens", ("ssp_matched", "none"), ("sesa", "none")),
   ("On - SSP, same tokens", ("ssp_matched", "none"), ("sesa", "final")),
@@ -46,8 +58,12 @@ PAIRS = (
 
 
 def read(folder: Path) -> dict[tuple[str, int], Cell]:
-  """Reads the finished cells of a folder."""
-  cells = (json.loads(p.read_text()) for p in sorted(folder.glob("*-*.json")))
+  """Reads the finished cells of a folder.
+
+  Raises:
+    ValueError: one is damaged.
+  """
+  cells = map(microworld.read, sorted(folder.glob("*-*.json")))
   return {(cell["arm"], cell["seed"]): cell for cell in cells}
 
 
@@ -141,7 +157,7 @@ def joined(
     banks = [c["evaluations"][how] for c in (one, two)]
     if before[1] not in banks[0] or after[1] not in banks[1]:
       continue
-    if one["questions"] != two["questions"]:
+    if any(one[name] != two[name] for name in _WORLD):
       raise ValueError(
         f"{before[0]} and {arm} of seed {seed} have other questions: the world "
         "has changed between them. Make one of them anew."

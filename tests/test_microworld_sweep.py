@@ -273,8 +273,11 @@ def test_a_matched_run_that_stands_still_is_not_tried_for_ever(sweep, job):
 
 def test_another_worlds_bank(sweep, job):
   sweep.make("sesa", 7)
-  with pytest.raises(ValueError, match="name two seeds"):
+  with pytest.raises(ValueError, match="sesa-8/run/skills.jsonl is missing"):
     sweep.make("other_bank", 7)
+  alone = sweep_lib.dataclasses.replace(sweep, seeds=(7,))
+  with pytest.raises(ValueError, match="name two seeds or more"):
+    alone.make("other_bank", 7)
   sweep.make("sesa", 8)
   for seed in (7, 8):
     bank = sweep.folder("sesa", seed) / "run/skills.jsonl"
@@ -290,6 +293,31 @@ def test_another_worlds_bank(sweep, job):
   assert {f["config.eval.other"] for f in job.called[-2:]} == {
     "mined:microworld:7/right.jsonl"
   }
+
+
+def test_the_bank_alone_is_what_the_warm_start_makes_of_it(sweep, job):
+  sweep.make("sesa", 7)
+  with pytest.raises(ValueError, match=r"run/skills.jsonl is missing"):
+    sweep.make("start_bank", 7)
+  bank = sweep.folder("sesa", 7) / "run/skills.jsonl"
+  bank.write_text("")
+  job.called.clear()
+  sweep.make("start_bank", 7)
+  assert [f["config.eval.temperature"] for f in job.called] == ["0.0", "1.0"]
+  for flags in job.called:
+    assert flags["config.iterations"] == "0"
+    assert flags["config.eval.other"] == f"mined:{bank}"
+    assert flags["config.eval.banks"] == "('other',)"
+  assert len({f["workdir"] for f in job.called}) == 2
+  cell = made(sweep, "start_bank", 7)
+  assert cell["iterations"] == 0
+  assert cell["evaluations"]["greedy"]["other"]["right"] == "11000000"
+
+
+def test_a_penalty_is_another_than_the_one_by_default(sweep, job):
+  sweep.make("invalid_penalty", 7)
+  assert job.called[0]["config.challenger.invalid"] == "penalty"
+  assert job.called[0]["config.challenger.invalid_penalty"] == "1.0"
 
 
 def test_the_warm_start_is_made_once(fresh, job, tmp_path, monkeypatch):
@@ -330,7 +358,8 @@ def test_order_puts_what_needs_others_last():
     needs = sweep_lib.ARMS[name].needs
     for needed in needs if name == "start" else (*needs, "start"):
       assert (needed, seed) in cells[:place]
-  assert {name for name, _ in cells[-4:]} == {"other_bank", "right_bank"}
+  last = {"other_bank", "right_bank", "start_bank"}
+  assert {name for name, _ in cells[-6:]} == last
 
 
 def test_unknown_arms_and_flags(capsys):
@@ -338,6 +367,25 @@ def test_unknown_arms_and_flags(capsys):
     with pytest.raises(SystemExit):
       sweep_lib.main(flags)
     assert "arms are start, sesa" in capsys.readouterr().err
+  for flags, said in (
+    (["--seeds=abc"], "'abc' is no list like 100,101"),
+    (["--seeds="], "'' is no list like 100,101"),
+    (["--config.seed=7"], "--config.seed=7: seeds and banks are the cells'"),
+    (["--report", "--results=nowhere"], "nowhere has no finished cell"),
+  ):
+    with pytest.raises(SystemExit):
+      sweep_lib.main(flags)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"arm": "start"}'])
+def test_a_damaged_cell_is_named(sweep, text, tmp_path):
+  sweep.result("start", 7).write_text(text)
+  strict = sweep_lib.dataclasses.replace(sweep, gate=sweep_lib.GATE)
+  with pytest.raises(ValueError, match=r"start-7.json is no finished cell"):
+    strict.make("sesa", 7)
+  with pytest.raises(ValueError, match=r"start-7.json is no finished cell"):
+    report_lib.report(sweep.results)
 
 
 def test_a_cell_that_cannot_be_made_stops_no_other(tmp_path, capsys):
@@ -363,6 +411,7 @@ def cell(arm, seed, evaluations, **more):
     commit="abcdef0123",
     dirty=arm == "sesa",
     questions="a hash",
+    generator="another",
     traps="tthh",
     hops="1212",
     evaluations={how: evaluations for how in ("greedy", "sampled")},
@@ -487,6 +536,8 @@ MEANT = {
   "scrambled": ("sesa", "scrambled"),
   "the true rules": ("right_bank", "other"),
   "another world's": ("other_bank", "other"),
+  "the warm start": ("start", "final"),
+  "warm start with its bank": ("start_bank", "other"),
 }
 
 
@@ -546,8 +597,9 @@ def test_a_gain_among_no_answers_is_none(finished):
   assert "nan" not in report_lib.report(finished)
 
 
-def test_other_questions_are_no_pair(finished):
-  other = cell("ssp", 1, SSP, questions="another")
+@pytest.mark.parametrize("of_the_world", ["questions", "generator"])
+def test_other_questions_are_no_pair(finished, of_the_world):
+  other = cell("ssp", 1, SSP, **{of_the_world: "changed"})
   (finished / "ssp-1.json").write_text(json.dumps(other))
   with pytest.raises(ValueError, match="other questions"):
     report_lib.report(finished)

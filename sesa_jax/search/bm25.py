@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import dataclasses
 import itertools
+import logging
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,6 +53,8 @@ def _library(k1: float, b: float) -> tuple[Any, frozenset[str]]:
       f"search.k1={k1} and search.b={b} are out of range. Choose k1 >= 0 and "
       f"0 <= b <= 1, for example 0.9 and 0.4."
     )
+  # It asks for DEBUG by itself, and would tell each index that is built.
+  logging.getLogger("bm25s").setLevel(logging.WARNING)
   index = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
   return index, frozenset(STOPWORDS_EN)
 
