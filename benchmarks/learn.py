@@ -44,6 +44,9 @@ _LAST = {
   "solver/logprob_gap/mean": "engine against learner",
 }
 
+# Rounding, of another size on another machine: bounded by ten times the most.
+_ROUNDING = "engine against learner"
+
 _BANKS = {"none": "accuracy without skills", "final": "accuracy with skills"}
 
 Measured = Mapping[str, float]
@@ -78,7 +81,8 @@ def bands(runs: Sequence[Measured]) -> dict[str, tuple[float, float]]:
 
   with t the quantile 1 - FALSE_ALARMS / 2m of Student's distribution of n - 1
   degrees: the prediction interval of one more normal value, with Bonferroni's
-  correction for m of them.
+  correction for m of them. What is rounding alone lies from 0 to ten times the
+  largest.
 
   Args:
     runs: at least three, of different seeds.
@@ -90,11 +94,14 @@ def bands(runs: Sequence[Measured]) -> dict[str, tuple[float, float]]:
   if n < 3:
     raise ValueError(f"Bands of {n} runs would say nothing: record 3 or more.")
   names = [name for name in runs[0] if all(name in run for run in runs)]
-  tail = FALSE_ALARMS / (2 * len(names))
+  tail = FALSE_ALARMS / (2 * max(1, len(set(names) - {_ROUNDING})))
   t = float(scipy.special.stdtrit(n - 1, 1 - tail))
   found = {}
   for name in names:
     values = [run[name] for run in runs]
+    if name == _ROUNDING:
+      found[name] = (0.0, 10 * max(values))
+      continue
     half = t * np.std(values, ddof=1) * math.sqrt(1 + 1 / n)
     middle = float(np.mean(values))
     found[name] = (middle - float(half), middle + float(half))
@@ -118,6 +125,21 @@ def false_alarms(runs: Sequence[Measured]) -> int:
     bool(outside(run, bands([*runs[:i], *runs[i + 1 :]])))
     for i, run in enumerate(runs)
   )
+
+
+def read(path: Path) -> dict[str, Any]:
+  """Reads recorded bands.
+
+  Raises:
+    ValueError: there are none.
+  """
+  try:
+    found = json.loads(path.read_text("utf-8"))
+    return {name: found[name] for name in ("bands", "flags")}
+  except (OSError, ValueError, TypeError, KeyError) as error:
+    raise ValueError(
+      f"{path} holds no bands ({error}): record some with --record=SEEDS."
+    ) from error
 
 
 def pinned(world: int) -> list[str]:
@@ -164,11 +186,21 @@ def main(
   parser.add_argument("--seed", type=int, default=0, help="of the run")
   parser.add_argument("--workdir", default="runs/learn")
   parser.add_argument("--bands", default=str(BANDS))
-  parser.add_argument("--record", default="", help="seeds to record bands of")
+  parser.add_argument(
+    "--record", type=microworld.numbers, help="seeds to record bands of"
+  )
   flags, others = parser.parse_known_args(argv)
+  if min(flags.world, flags.seed) < 0:
+    parser.error("worlds and seeds are 0 or more")
+  if flags.record and len(flags.record) < 3:
+    parser.error("bands of fewer than 3 seeds would say nothing")
+  if unknown := [f for f in others if not f.startswith("--config.")]:
+    parser.error(f"unknown: {', '.join(unknown)}")
   path, console = Path(flags.bands), Console(soft_wrap=True)
-  if not flags.record and not path.exists():
-    console.print(f"{path} is missing: record bands with --record=SEEDS.")
+  try:
+    recorded = {} if flags.record else read(path)
+  except ValueError as error:
+    console.print(str(error))
     return 2
 
   top = Path(flags.workdir).absolute()
@@ -185,17 +217,14 @@ def main(
     return measure(workdir)
 
   if flags.record:
-    seeds = list(map(int, flags.record.split(",")))
-    if len(seeds) < 3:
-      parser.error("bands of fewer than 3 seeds would say nothing")
-    runs = [run(seed, others) for seed in seeds]
-    kept = {"seeds": seeds, "flags": others, "runs": runs, "bands": bands(runs)}
+    runs = [run(seed, others) for seed in flags.record]
+    kept = {"seeds": flags.record, "flags": others}
+    kept |= {"runs": runs, "bands": bands(runs)}
     metrics.RunFolder(path.parent).write_json(path.name, kept)
     if len(runs) > 3:
       console.print(f"{false_alarms(runs)} of {len(runs)} runs fail against")
       console.print("bands of the others.")
     return 0
-  recorded = json.loads(path.read_text())
   known = recorded["bands"]
   # A finished run would be resumed, and say what older code has learned.
   shutil.rmtree(top / str(flags.seed), ignore_errors=True)

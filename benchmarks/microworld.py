@@ -170,6 +170,7 @@ def warm_start(
   if Path(policy).exists():
     return 0.0
   episodes = config_lib.locate(f"{worlds.PREFIX}{seed}/episodes.jsonl")
+  print(f"Making the warm start of world {seed}: fifteen minutes of one core.")
   words = ["--mode=sft", f"--config={config}:warm_start"]
   words += [f"--workdir={workdir}", f"--config.seed={seed}"]
   return launch([*words, f"--episodes={episodes}", f"--out={policy}"])

@@ -634,7 +634,9 @@ def failure(tree: pathlib.Path, tests: Sequence[str]) -> str:
     return "timeout"
   if not done.returncode:
     return ""
-  found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+  # The id of a test may hold spaces.
+  said = r"^(?:FAILED|ERROR) (\S+?\[.*?\]|\S+)(?: - .*)?$"
+  found = re.search(said, done.stdout, re.MULTILINE)
   if not found:
     raise ValueError(f"pytest ended without a result: {done.stdout[-2000:]}")
   return found[1]

@@ -75,6 +75,51 @@ def test_bands_by_hand():
     learn.bands(runs[:2])
 
 
+def test_rounding_has_room_for_other_machines():
+  runs = [{"x": float(x), "engine against learner": x / 10} for x in (1, 2, 3)]
+  found = learn.bands(runs)
+  assert found["engine against learner"] == pytest.approx((0.0, 3.0))
+  # The others' band is that of one number.
+  assert found["x"] == learn.bands([{"x": run["x"]} for run in runs])["x"]
+  recorded = learn.read(learn.BANDS)
+  assert recorded["bands"]["engine against learner"][1] < 1e-4
+
+
+def test_the_bands_are_those_of_the_recorded_runs():
+  recorded = json.loads(learn.BANDS.read_text())
+  found = learn.bands(recorded["runs"])
+  assert found.keys() == recorded["bands"].keys()
+  for name, band in found.items():
+    assert recorded["bands"][name] == pytest.approx(list(band))
+  assert learn.false_alarms(recorded["runs"]) <= 1
+
+
+@pytest.mark.parametrize(
+  ("flags", "said"),
+  [
+    (["--record=abc"], "'abc' is no list"),
+    (["--record=1,2"], "fewer than 3 seeds"),
+    (["--world=-4"], "worlds and seeds are 0 or more"),
+    (["--foo=3"], "unknown: --foo=3"),
+  ],
+)
+def test_bad_flags_are_told_before_anything_is_made(flags, said, capsys):
+  job = Job(1)
+  with pytest.raises(SystemExit):
+    learn.main(flags, job)
+  assert said in capsys.readouterr().err
+  assert not job.called
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"bands": {}}'])
+def test_damaged_bands_are_told_before_anything_is_made(text, tmp_path, capsys):
+  path, job = tmp_path / "bands.json", Job(1)
+  path.write_text(text)
+  assert learn.main([f"--bands={path}"], job) == 2
+  assert "bands.json holds no bands" in capsys.readouterr().out
+  assert not job.called
+
+
 def test_good_runs_rarely_fail():
   rng = np.random.default_rng(0)
   failed = 0
@@ -132,7 +177,7 @@ def test_recording_and_judging(tmp_path, capsys):
   # Of no world, so that none is made.
   given = [f"--bands={tmp_path / 'bands.json'}", "--config=c.py"]
   assert learn.main(given, Job(1)) == 2
-  assert "is missing" in capsys.readouterr().out
+  assert "holds no bands" in capsys.readouterr().out
   job = Job(1)
   more = ["--record=0,1,2,3", "--config.iterations=7"]
   where = f"--workdir={tmp_path / 'recorded'}"

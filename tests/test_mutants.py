@@ -54,6 +54,16 @@ def test_run_names_the_test_that_notices(tmp_path):
   assert (tree / "sesa_jax/number.py").read_text() == "number = 1\n"
 
 
+def test_a_test_s_name_may_hold_spaces(tmp_path):
+  tree = _tree(tmp_path, "number.number == 1")
+  test = tree / "tests/test_number.py"
+  cases = '@pytest.mark.parametrize("case", ["of two - words"])\n'
+  written = test.read_text().replace("def test_it():", "def test_it(case):")
+  test.write_text("import pytest\n" + written.replace("def", f"{cases}def"))
+  noticed = "tests/test_number.py::test_it[of two - words]"
+  assert mutants.run(MUTANT, tree, False) == noticed
+
+
 @pytest.mark.parametrize(
   ("found", "widen", "noticed"),
   [([""], False, ""), (["", ""], True, ""), (["", "a", ""], True, "a")],
