@@ -59,7 +59,7 @@ CASES = {  # category: a record of it
   "name: neighbour": record(DRAIN, ("Mincio",), "Sarca"),
   "name: decoy": record("What drains the lake?", ("Po",), "Sarca"),
   "date: kind": record("When is the lake fed?", ("1990",), "winter"),
-  "place: memory": record("Where does it drain?", ("Peschiera",), "Verona"),
+  "location: memory": record("Where does it drain?", ("Peschiera",), "Verona"),
   "number: unfound": record("How many see the surface?", ("9",), "12"),
   "reason: astray": record("Why do birds sing?", ("love",), "joy", (OTHER,)),
 }

@@ -2,7 +2,7 @@
 
 It sees what any distiller sees, the failure record. What it writes is put
 together from what was asked (a date, a person, ...), how (directly, by a
-comparison, ...), and what went wrong, read off the prediction, the targets and
+comparison, ...), and what was wrong, read off the prediction, the targets and
 the passages. From the question come only plain words, never one that is part of
 a name, a title or an answer. Its only word lists are English function words.
 
@@ -31,7 +31,7 @@ _ASKED = (
   ("number", r"\bhow (many|much)\b"),
   ("measure", r"\bhow (old|long|far|tall|high|deep|large|big|fast|often)\b"),
   ("date", r"\bwhen\b|\b(what|which) (year|date|day|month|decade|century)\b"),
-  ("place", r"\bwhere\b"),
+  ("location", r"\bwhere\b"),
   ("person", r"\b(who|whom|whose)\b"),
   ("reason", r"\bwhy\b"),
   ("name", r"\b(what|which)\b|$"),
@@ -48,7 +48,7 @@ _FORMS = (
   (r"", "A direct question"),
 )
 
-# What went wrong, the most telling first, and what is to be learnt from it:
+# What was wrong, the most telling first, and what is to be learnt from it:
 # description, condition, evidence, avoidance.
 _FAULTS = {
   "wordy": (
@@ -351,7 +351,7 @@ class OfflineDistiller:
     ]
 
   def _noun(self, record: FailureRecord) -> str:
-    """The noun asked for: river in `Which river is`; "" if there is none.
+    """The noun asked for: lake in `Which lake is`; "" if there is none.
 
     What no function word nor mark follows may be an adjective or a verb.
     """
