@@ -172,6 +172,12 @@ def check(config: Any) -> None:
     ValueError: a choice is unknown or not in this version, a number is out of
       range, a batch does not divide, or devices or files are missing.
   """
+  if config.policy.source == "random" and config.sft.episodes:
+    raise ValueError(
+      "policy.source = 'random' with sft.episodes is the config of a warm "
+      "start: run it with --mode=sft. To train from random weights, set "
+      "sft.episodes = ''."
+    )
   check_values(config)
   _check_sets(config)
   fsdp, tensor = mesh_sizes(config)

@@ -386,6 +386,7 @@ class Progress:
     self._started = self._logged = clock()
     self._done = 0  # of finished stages
     self._name = ""
+    self.note = ""  # of this stage, what else a person wants to see
     self._live = None
     if self._console.is_terminal:
       self._live = rich.progress.Progress(
@@ -409,17 +410,29 @@ class Progress:
     if self._live:
       self._live.stop()
 
-  def stage(self, name: str, episodes: int = 0, passes: int = 0) -> None:
+  def stage(
+    self,
+    name: str,
+    episodes: int = 0,
+    passes: int = 0,
+    *,
+    done: int = 0,
+    unit: str = "episodes",
+  ) -> None:
     """Ends the stage before and begins one.
 
     Args:
       name: what a person calls it.
       episodes: how many it plays or learns from; 0 if that says nothing.
       passes: token-passes it was budgeted, part of `total_passes`.
+      done: how many of the episodes were, in an earlier process.
+      unit: what is counted in the place of episodes.
     """
     self._finish()
     self._name, self._episodes, self._budget = name, episodes, passes
-    self._played = self._tokens = self._passed = 0
+    self._unit, self.note = unit, ""
+    self._played = done
+    self._tokens = self._passed = 0
     self._begun = self._clock()
     self._show("begins", now=True)
 
@@ -450,10 +463,12 @@ class Progress:
     return (self._clock() - self._started) * left / done
 
   def status(self) -> str:
-    """One line: episodes, tokens/s in this stage, time left for the run."""
+    """One line: episodes, note, tokens/s of the stage, time left of all."""
     parts = []
     if self._episodes:
-      parts.append(f"{self._played}/{self._episodes} episodes")
+      parts.append(f"{self._played}/{self._episodes} {self._unit}")
+    if self.note:
+      parts.append(self.note)
     seconds = self._clock() - self._begun
     if self._tokens and seconds > 0:
       parts.append(f"{self._tokens / seconds:.1f} tokens/s")

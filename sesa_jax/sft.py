@@ -61,6 +61,9 @@ def run(
       written.
   """
   out = out or str(Path(workdir) / "export")
+  distributed.initialize()
+  if not _exported(out):
+    distributed.from_lead(lambda: export_lib.check(out, "float32"))
   plan = _plan(config, episodes)
   values = metrics.plain(config.to_dict())
   store_at = Path(workdir) / "checkpoints"
@@ -130,7 +133,6 @@ class _Plan:
 
 def _plan(config: Any, paths: Sequence[str]) -> _Plan:
   """Reads episodes, and decides on shapes and steps."""
-  distributed.initialize()
   config_lib.check_values(config)
   settings = config.sft
   mesh = sharding.mesh(*config_lib.mesh_sizes(config))
@@ -284,7 +286,7 @@ def _tune(config, plan: _Plan, folder, store) -> None:
   settings = config.sft
   passes = (plan.steps - start) * plan.rows * plan.length
   with metrics.Progress(passes) as progress:
-    progress.stage(f"sft, {plan.steps} steps", passes=passes)
+    progress.stage("sft", plan.steps, passes, done=start, unit="steps")
     interval = _Interval()
     for step, (epoch, lines) in enumerate(_lines(config, plan, start), start):
       batches = supervised.batches(
@@ -302,7 +304,7 @@ def _tune(config, plan: _Plan, folder, store) -> None:
         ),
       )
       interval.add(batches, outcome)
-      progress.advance(sum(map(len, lines)), plan.rows * plan.length)
+      progress.advance(1, plan.rows * plan.length)
       done = step + 1
       last = done == plan.steps
       saves = last or done % settings.checkpoint_every == 0
@@ -310,6 +312,7 @@ def _tune(config, plan: _Plan, folder, store) -> None:
       if not (saves or validates or done % settings.log_every == 0):
         continue
       row = interval.row()
+      progress.note = f"loss {row.get('loss', np.nan):.4f}"
       _stop_if_broken(policy, done)
       if validates and plan.held_out:
         row |= _validate(plan, policy)

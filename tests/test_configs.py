@@ -241,6 +241,11 @@ def test_the_microworlds_files_follow_its_seed():
   assert warm.policy.path == "microworld:0/blank"
 
 
+def test_a_warm_start_is_not_trained_as_the_main_job():
+  with pytest.raises(ValueError, match="warm start: run it with --mode=sft"):
+    config_lib.check(load("microworld", "warm_start"))
+
+
 @pytest.mark.parametrize("kind", distributed.MACHINES)
 @pytest.mark.parametrize("name", FILES)
 def test_machines_change_what_follows_the_machine_alone(name, kind):

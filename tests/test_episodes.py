@@ -174,6 +174,8 @@ def test_templates_that_cannot_tell(tmp_path, template, says):
     (chat(("assistant", "b")), "the assistant cannot begin"),
     (chat(("user", "b")), "no token is the policy's own"),
     ({"id": "a", "messages": {}}, "key 'messages': a list"),
+    (segments(("a \ud800", True)), r"'text': '.ud800' is half of a character"),
+    (chat(("user", "\udfff a")), r"number 0, key 'content': '.udfff' is half"),
   ],
 )
 def test_faults_name_file_line_and_key(tmp_path, row, says):
@@ -191,7 +193,7 @@ def test_files_that_are_none(tmp_path):
   with pytest.raises(ValueError, match="a.jsonl, line 1 is not JSON"):
     read(str(tmp_path / "a.jsonl"))
   (tmp_path / "b.jsonl").write_text("\n")
-  with pytest.raises(ValueError, match="No episode is left of .*b.jsonl"):
+  with pytest.raises(ValueError, match="b.jsonl holds no episode. Give one"):
     read(str(tmp_path / "b.jsonl"))
 
 
@@ -283,6 +285,22 @@ def test_a_lost_episode_teaches_nothing(tmp_path):
     ({"prompt": "who wrote a book"}, "do not decode to its prompt"),
     ({"schema": 2}, "key 'schema': 2; this version reads 1"),
     ({"mask": [1]}, "key 'mask': it is not as long"),
+    ({"mask": 5}, "key 'mask': 5; it is a list of integers from 0 to 1"),
+    ({"mask": ["x", 0, 1]}, "key 'mask': 'x'; it is a list"),
+    ({"mask": [0, 1.0]}, "key 'mask': 1.0; it is a list"),
+    ({"mask": [0, 2]}, "key 'mask': 2; it is a list"),
+    ({"ids": None}, "'ids': None; it is a list of integers .*511, .*Give what"),
+    ({"ids": "abc"}, "key 'ids': 'abc'; "),
+    ({"ids": [1, 2.7, 3]}, "key 'ids': 2.7; "),
+    ({"ids": [1, True]}, "key 'ids': True; "),
+    ({"ids": [1, -1]}, "key 'ids': -1; "),
+    ({"ids": [1, 512]}, "key 'ids': 512; .* 511, for which the weights have"),
+    ({"ids": [99999999999]}, "key 'ids': 99999999999; "),
+    ({"ids": [[1, 2], 3]}, r"key 'ids': \[1, 2\]; "),
+    ({"prompt_length": "z"}, "'prompt_length': 'z' is none of 0 to 1., the"),
+    ({"prompt_length": True}, "'prompt_length': True is none"),
+    ({"prompt_length": -1}, "'prompt_length': -1 is none"),
+    ({"prompt_length": 99}, "'prompt_length': 99 is none"),
     ({"arm": None}, ""),
   ],
 )
@@ -303,12 +321,26 @@ def test_every_file_is_of_this_tokenizer(tmp_path):
     read(one, two)
 
 
-def test_ids_beyond_the_weights(tmp_path):
-  row = dict(ROWS[0], ids=[600, *ROWS[0]["ids"][1:]])
-  del row["prompt"]
-  path = write(tmp_path / "a.jsonl", row)
-  with pytest.raises(ValueError, match="id 600, but the weights have rows for"):
-    read(path)
+def test_ids_that_stand_for_no_text_are_not_imitated(tmp_path):
+  """Weights may have more rows than the tokenizer has ids."""
+  row = dict(ROWS[0], ids=[*ROWS[0]["ids"][:-1], len(WORDS)])
+  lost = row | {"verdict": "wrong"}
+  path = write(tmp_path / "a.jsonl", ROWS[0], lost, row)
+  says = f"line 3, key 'ids': {len(WORDS)}; .*{len(WORDS) - 1}, which the token"
+  with pytest.raises(ValueError, match=says):
+    episodes.read([path], WORDS, ids=len(WORDS) + 1)
+
+
+def test_masks_of_bools(tmp_path):
+  row = ROWS[0] | {"mask": list(map(bool, ROWS[0]["mask"]))}
+  one, other = read(write(tmp_path / "a.jsonl", ROWS[0], row)).episodes
+  assert one.mask.tolist() == other.mask.tolist()
+
+
+def test_a_saved_line_that_is_no_object(tmp_path):
+  folder = run_folder(tmp_path, ROWS[0], 5)
+  with pytest.raises(ValueError, match="line 1 holds no JSON object"):
+    read(folder)
 
 
 def test_nothing_is_right(tmp_path):

@@ -1,5 +1,6 @@
 """--mode=sft: from files of episodes to a folder of weights, through kills."""
 
+import functools
 import json
 import shutil
 import signal
@@ -304,6 +305,38 @@ def test_an_out_that_is_taken(data, tmp_path):
   with pytest.raises(ValueError, match="exists and is no empty folder"):
     sft.run(config(), str(tmp_path / "run"), [data], out=str(tmp_path))
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["/proc/x/y", "FILE/y"])
+def test_an_out_that_cannot_be_made_is_refused_first(
+  data, tmp_path, monkeypatch, place
+):
+  def never(*_):
+    raise AssertionError("episodes were read")
+
+  monkeypatch.setattr(sft, "_plan", never)
+  out = place.replace("FILE", data)
+  with pytest.raises(ValueError, match=f"--out={out} cannot be made: .*Name"):
+    sft.run(config(), str(tmp_path / "run"), [data], out=out)
+  assert not (tmp_path / "run").exists()
+
+
+def test_progress_says_step_and_loss(data, tmp_path, monkeypatch):
+  said, clock = [], iter(range(0, 10**6, 11))  # a line at each step
+  progress = functools.partial(metrics.Progress, clock=lambda: next(clock))
+  monkeypatch.setattr(sft.metrics, "Progress", progress)
+  log = SimpleNamespace(info=lambda form, *of: said.append(form % of))
+  monkeypatch.setattr(metrics, "logging", log)
+  changes = {"sft.steps": 4, "sft.log_every": 2, "sft.validation": 0.0}
+  for _ in range(2):
+    sft.run(config(**changes), str(tmp_path / "run"), [data])
+  losses = {row["step"]: row["loss"] for row in rows_of(tmp_path / "run")}
+  assert said[0] == "sft: begins, 0/4 steps"
+  assert said[2].startswith("sft: 2/4 steps, ")
+  assert "loss" not in said[2]  # none was read yet
+  assert said[3].startswith(f"sft: 3/4 steps, loss {losses[2]:.4f}, ")
+  assert f", 4/4 steps, loss {losses[4]:.4f}, " in said[5]
+  assert said[6] == "sft: begins, 4/4 steps"
 
 
 def test_long_ones_are_left_out_and_said(data, capsys):

@@ -12,6 +12,8 @@ and its mask, and nothing is encoded again.
 from __future__ import annotations
 
 import dataclasses
+import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,9 @@ from sesa_jax.data import lines
 from sesa_jax.policy import tokenizer as tokenizer_lib
 
 ROLES = ("system", "user", "assistant", "tool")
+_SAVED = (  # the way out
+  "Give what a run wrote with this tokenizer, or its text in 'segments'."
+)
 _Pieces = list[tuple[str, bool]]  # text, and whether it is the policy's own
 
 
@@ -66,6 +71,7 @@ def read(
     ValueError: a path is neither; the file, line and key of a fault; saved ids
       are of another tokenizer; or nothing is left.
   """
+  known = 1 + max(words.get_vocab().values())  # tables may have more rows
   kept: list[types.Episode] = []
   left_out = 0
   for path in lines.files(paths):
@@ -73,19 +79,24 @@ def read(
     seen = False  # a saved episode of this file
     for where, row in lines.objects(path):
       if "ids" in row:
-        _check_saved(row, where, None if seen else words)
+        _check_saved(row, where, None if seen else words, ids)
         seen = True
         if _wanted(row, arms, only_right):
-          kept.append(_saved(row, where, ids))
+          kept.append(_saved(row, where, known))
         else:
           left_out += 1
         continue
       pieces = _pieces(row, where, words)
       texts.append((where, row["id"], pieces))
-    kept += _encoded(texts, words, ids)
+    kept += _encoded(texts, words)
   longest = max((len(e.ids) for e in kept), default=0)
   fitting = [e for e in kept if not max_tokens or len(e.ids) <= max_tokens]
   found = Found(tuple(fitting), left_out, len(kept) - len(fitting), longest)
+  if not kept and not left_out:
+    raise ValueError(
+      f"--episodes={','.join(paths)} holds no episode. Give one a line; "
+      "docs/sft.md has the formats."
+    )
   if not fitting:
     raise ValueError(
       f"No episode is left of {', '.join(paths)}: {found.too_long} are longer "
@@ -136,6 +147,12 @@ def _check_object(part: Any, keys: Mapping[str, type], where: str) -> None:
     if not isinstance(part.get(key), keys[key]):
       raise ValueError(
         f"{where}, key {key!r}: {part.get(key)!r} is no {keys[key].__name__}."
+      )
+    lone = re.search("[\ud800-\udfff]", str(part[key]))
+    if lone:
+      raise ValueError(
+        f"{where}, key {key!r}: {lone[0]!r} is half of a character, which "
+        "cannot be encoded. Write the whole character, or remove it."
       )
 
 
@@ -195,7 +212,7 @@ def _turns(parts, words, ends, place) -> _Pieces:
   return [*pieces, (text[done:], False)]
 
 
-def _encoded(texts, words, ids: int) -> Iterator[types.Episode]:
+def _encoded(texts, words) -> Iterator[types.Episode]:
   """Encodes all pieces at once, which is many times faster than one by one."""
   flat = [text for *_, pieces in texts for text, _ in pieces]
   encoded = iter(
@@ -208,18 +225,11 @@ def _encoded(texts, words, ids: int) -> Iterator[types.Episode]:
       name,
       np.concatenate([np.asarray(part, np.int32) for part, _ in parts]),
       np.repeat([own for _, own in parts], [len(part) for part, _ in parts]),
-      ids,
     )
 
 
-def _episode(where, name, found, mask, ids: int) -> types.Episode:
-  """Checks ids and mask, and makes an episode of them."""
-  outside = found[(found < 0) | (found >= ids)]
-  if outside.size:
-    raise ValueError(
-      f"{where}: id {outside[0]}, but the weights have rows for {ids} ids. "
-      "It is of another tokenizer."
-    )
+def _episode(where, name, found, mask) -> types.Episode:
+  """Checks the mask, and makes an episode."""
   mask = np.array(mask, bool)
   mask[:1] = False
   if not mask.any():
@@ -243,7 +253,9 @@ def _episode(where, name, found, mask, ids: int) -> types.Episode:
 # --- saved episodes ----------------------------------------------------------
 
 
-def _check_saved(row: Mapping[str, Any], where: str, words: Any) -> None:
+def _check_saved(
+  row: Mapping[str, Any], where: str, words: Any, ids: int
+) -> None:
   """Refuses a row that no run has saved, or one with another tokenizer."""
   if row.get("schema") != metrics.SCHEMA:
     raise ValueError(
@@ -253,15 +265,43 @@ def _check_saved(row: Mapping[str, Any], where: str, words: Any) -> None:
   for key in ("arm", "request_id", "mask", "prompt_length"):
     if key not in row:
       raise ValueError(f"{where}, key {key!r}: missing.")
+  _check_integers(row, "ids", where, ids, "for which the weights have rows")
+  _check_integers(row, "mask", where, 2, "or of bools", (int, bool))
   if len(row["mask"]) != len(row["ids"]):
     raise ValueError(f"{where}, key 'mask': it is not as long as 'ids'.")
+  start = row["prompt_length"]
+  if type(start) is not int or not 0 <= start <= len(row["ids"]):
+    raise ValueError(
+      f"{where}, key 'prompt_length': {start!r} is none of 0 to "
+      f"{len(row['ids'])}, the length of 'ids'. {_SAVED}"
+    )
   if words is None or "prompt" not in row:
     return
-  prompt = row["ids"][: row["prompt_length"]]
+  prompt = row["ids"][:start]
   if words.decode(prompt, skip_special_tokens=False) != row["prompt"]:
     raise ValueError(
       f"{where}: its ids do not decode to its prompt: they are of another "
       "tokenizer than policy.path's."
+    )
+
+
+def _check_integers(
+  row: Mapping[str, Any],
+  key: str,
+  where: str,
+  end: int,
+  which: str,
+  kinds: Sequence[type] = (int,),
+) -> None:
+  """Refuses what is no list of integers from 0 on, below `end`."""
+  values = row[key]
+  wrong = [values]
+  if isinstance(values, list):
+    wrong = [v for v in values if type(v) not in kinds or not 0 <= v < end]
+  if wrong:
+    raise ValueError(
+      f"{where}, key {key!r}: {reprlib.repr(wrong[0])}; it is a list of "
+      f"integers from 0 to {end - 1}, {which}. {_SAVED}"
     )
 
 
@@ -274,6 +314,7 @@ def _wanted(
   return right or not only_right
 
 
-def _saved(row: Mapping[str, Any], where: str, ids: int) -> types.Episode:
+def _saved(row: Mapping[str, Any], where: str, known: int) -> types.Episode:
+  _check_integers(row, "ids", where, known, "which the tokenizer has")
   found = np.asarray(row["ids"], np.int32)
-  return _episode(where, row["request_id"], found, row["mask"], ids)
+  return _episode(where, row["request_id"], found, row["mask"])

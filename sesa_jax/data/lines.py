@@ -54,11 +54,11 @@ def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
   Raises:
     ValueError: a line holds something else; names file and line.
   """
+  found = rows(path)
   if path.suffix == ".zst":
-    for number, row in enumerate(metrics.read_episodes(path), 1):
-      yield f"{path}, line {number}", row
-    return
-  for where, row in rows(path):
+    saved = enumerate(metrics.read_episodes(path), 1)
+    found = ((f"{path}, line {number}", row) for number, row in saved)
+  for where, row in found:
     if not isinstance(row, dict):
       raise ValueError(f"{where} holds no JSON object.")
     yield where, row

@@ -28,8 +28,8 @@ def check(out: str | Path, dtype: str) -> None:
   """Refuses what `save` would, before anything is loaded.
 
   Raises:
-    ValueError: `out` is a file, a link, the working directory or a mount, or
-      holds something; or the dtype is unknown.
+    ValueError: `out` is a file, a link, the working directory or a mount,
+      holds something or cannot be made; or the dtype is unknown.
   """
   if dtype not in DTYPES:
     raise ValueError(
@@ -46,6 +46,15 @@ def check(out: str | Path, dtype: str) -> None:
       f"--out={out} is a link, the working directory or a mount, which an "
       "export cannot replace. Name a folder inside it, or a new one."
     )
+  # Tried, since permissions do not tell of all places, such as /proc.
+  above = next(p for p in out.resolve().parents if p.exists())
+  try:
+    tempfile.TemporaryDirectory(dir=above).cleanup()
+  except OSError as error:
+    raise ValueError(
+      f"--out={out} cannot be made: {above} takes no folder "
+      f"({error.strerror}). Name a place that can be written."
+    ) from error
 
 
 def save(
