@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--workdir", default="runs/demo_learn")
   parser.add_argument("--seconds", type=float, default=10.0, help="a look")
   flags, others = parser.parse_known_args(argv)
+  microworld.check_flags(parser, others, flags.seed)
   workdir = Path(flags.workdir).absolute()
   warm = workdir.with_name(f"{workdir.name}-warm")
   microworld.warm_start(flags.config, flags.seed, warm, microworld.launch)

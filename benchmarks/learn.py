@@ -190,12 +190,9 @@ def main(
     "--record", type=microworld.numbers, help="seeds to record bands of"
   )
   flags, others = parser.parse_known_args(argv)
-  if min(flags.world, flags.seed) < 0:
-    parser.error("worlds and seeds are 0 or more")
+  microworld.check_flags(parser, others, flags.world, flags.seed)
   if flags.record and len(flags.record) < 3:
     parser.error("bands of fewer than 3 seeds would say nothing")
-  if unknown := [f for f in others if not f.startswith("--config.")]:
-    parser.error(f"unknown: {', '.join(unknown)}")
   path, console = Path(flags.bands), Console(soft_wrap=True)
   try:
     recorded = {} if flags.record else read(path)

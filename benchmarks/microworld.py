@@ -540,6 +540,16 @@ def numbers(text: str) -> tuple[int, ...]:
   return tuple(map(int, text.split(",")))
 
 
+def check_flags(
+  parser: argparse.ArgumentParser, others: Sequence[str], *seeds: int
+) -> None:
+  """Ends the command where a flag is of no config, or a seed below 0."""
+  if unknown := [f for f in others if not f.startswith("--config.")]:
+    parser.error(f"unknown: {', '.join(unknown)}; others are --config.FIELD=")
+  if min(seeds, default=0) < 0:
+    parser.error(f"{min(seeds)} is no seed: they are 0 or more")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
   """Makes the cells that are missing, or prints the report."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -562,8 +572,9 @@ def main(argv: Sequence[str] | None = None) -> None:
       parser.error(str(error))
     return
   unknown = [name for name in flags.arms.split(",") if name not in ARMS]
-  if unknown or any(not flag.startswith("--config.") for flag in others):
-    parser.error(f"unknown: {unknown or others}; arms are {', '.join(ARMS)}")
+  if unknown:
+    parser.error(f"unknown: {unknown}; arms are {', '.join(ARMS)}")
+  check_flags(parser, others)
   for flag in others:
     if flag.startswith(_ITS_OWN):
       parser.error(f"{flag}: seeds and banks are the cells' own; see --seeds.")

@@ -99,7 +99,7 @@ def test_the_bands_are_those_of_the_recorded_runs():
   [
     (["--record=abc"], "'abc' is no list"),
     (["--record=1,2"], "fewer than 3 seeds"),
-    (["--world=-4"], "worlds and seeds are 0 or more"),
+    (["--world=-4"], "-4 is no seed: they are 0 or more"),
     (["--foo=3"], "unknown: --foo=3"),
   ],
 )
@@ -109,6 +109,13 @@ def test_bad_flags_are_told_before_anything_is_made(flags, said, capsys):
     learn.main(flags, job)
   assert said in capsys.readouterr().err
   assert not job.called
+
+
+@pytest.mark.parametrize("flag", ["--foo=3", "--seed=-1"])
+def test_the_demo_takes_no_flag_that_it_does_not_know(flag, capsys):
+  with pytest.raises(SystemExit):
+    demo_learn.main([flag])
+  assert flag.removeprefix("--seed=") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"bands": {}}'])
