@@ -16,7 +16,10 @@ os.environ |= {
   "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
   + " --xla_force_host_platform_device_count=8"
   + " --xla_cpu_collective_call_terminate_timeout_seconds=280"
-  + " --xla_cpu_collective_timeout_seconds=280",
+  + " --xla_cpu_collective_timeout_seconds=280"
+  # Else independent collectives of a program wait side by side, each holding a
+  # thread of a pool of eight, and none is left for those that they wait for.
+  + " --xla_cpu_enable_concurrency_optimized_scheduler=false",
 }
 # Compiled programs outlive a test run; the name keeps two users apart.
 os.environ.setdefault(
