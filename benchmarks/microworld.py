@@ -166,14 +166,23 @@ def warm_start(
   """
   if not of_a_world(config):
     return 0.0
-  policy = config_lib.locate(f"{worlds.PREFIX}{seed}/policy", exists=False)
-  if Path(policy).exists():
+  if (policy := place_of_policy(seed)).exists():
     return 0.0
+  return launch(imitation(config, seed, workdir, policy))
+
+
+def place_of_policy(seed: int) -> Path:
+  """Where the runs of a world find what they begin with."""
+  return Path(config_lib.locate(f"{worlds.PREFIX}{seed}/policy", exists=False))
+
+
+def imitation(config: str, seed: int, workdir: Path, out: Path) -> list[str]:
+  """Returns the words of the main job for the warm start of a world."""
   episodes = config_lib.locate(f"{worlds.PREFIX}{seed}/episodes.jsonl")
   print(f"Making the warm start of world {seed}: fifteen minutes of one core.")
   words = ["--mode=sft", f"--config={config}:warm_start"]
   words += [f"--workdir={workdir}", f"--config.seed={seed}"]
-  return launch([*words, f"--episodes={episodes}", f"--out={policy}"])
+  return [*words, f"--episodes={episodes}", f"--out={out}"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,33 +250,72 @@ class Sweep:
     return run
 
   def _start(self, name: str, seed: int) -> Path:
-    notes = metrics.RunFolder(self.folder(name, seed))
-    spent = warm_start(
-      self.config, seed, self.folder(name, seed) / "warm", self.launch
-    )
-    if spent:
-      notes.write_json("steps.json", {"warm start": spent})
-    # One iteration, for what the challenger poses before it learns.
-    run = self.folder(name, seed) / "run"
-    flags = ("--config.iterations=1", "--config.questions=64")
+    if of_a_world(self.config) and not place_of_policy(seed).exists():
+      self._imitate(name, seed)
+    folder = self.folder(name, seed)
+    run = self._pose(name, seed, folder)
+    right = f"--config.eval.other=mined:{worlds.PREFIX}{seed}/right.jsonl"
+    self._at_rest(name, seed, folder, ARMS[name].banks, (right,))
+    return run
+
+  def _imitate(self, name: str, seed: int) -> None:
+    """Takes the last checkpoint of the warm start that is within the gate.
+
+    Without a skill a policy searches with one of three signs, which it likes
+    about equally: which of them is the most probable, and so the greedy
+    accuracy, changes from one checkpoint to the next. Where none is within, the
+    last is taken.
+    """
+    folder = self.folder(name, seed)
+    warm = folder / "warm"
+    words = imitation(self.config, seed, warm, folder / "policy")
+    self._run(name, seed, "warm start", words)
+    kept = [int(p.name) for p in (warm / "checkpoints").glob("[0-9]*")]
+    for step in sorted(kept, reverse=True):
+      place = folder / f"step {step}"
+      self._export(warm, step, place / "policy")
+      flags = (f"--config.policy.path={place / 'policy'}",)
+      run = self._pose(name, seed, place, flags)
+      self._at_rest(name, seed, place, ("none",), flags)
+      try:
+        check_gate(describe(run, place) | {"seed": seed}, self.gate)
+        break
+      except ValueError as error:
+        print(f"After step {step}: {error}", flush=True)
+    else:
+      step = max(kept)
+    notes = {"step": step, "of": max(kept)}
+    metrics.RunFolder(folder).write_json("notes.json", notes)
+    self._export(warm, step, place_of_policy(seed))
+
+  def _export(self, warm: Path, step: int, out: Path) -> None:
+    """Writes the policy after a step of a warm start, if it is not there."""
+    if not out.exists():
+      words = ["--mode=export", f"--workdir={warm}", f"--iteration={step}"]
+      self.launch([*words, f"--out={out}"])
+
+  def _pose(self, name, seed, folder, flags=()) -> Path:
+    """One iteration, for what the challenger poses before it learns."""
+    run = folder / "run"
+    flags += ("--config.iterations=1", "--config.questions=64")
     flags += ("--config.eval.banks=('none',)",)
-    self._step(name, seed, "pose", flags, run=run)
-    self._at_rest(name, seed, f"{worlds.PREFIX}{seed}/right.jsonl")
+    self._step(name, seed, self._named("pose", name, seed, folder), flags, run)
     return run
 
   def _untrained(self, name: str, seed: int) -> Path:
     """Evaluates the warm start with the bank of SESA's run."""
-    return self._at_rest(name, seed, self._bank(seed))
+    folder, bank = self.folder(name, seed), self._bank(seed)
+    flags = (f"--config.eval.other=mined:{bank}",)
+    return self._at_rest(name, seed, folder, ARMS[name].banks, flags)
 
-  def _at_rest(self, name: str, seed: int, other: str | Path) -> Path:
-    """Evaluates the warm start; `other` is the bank of that name."""
+  def _at_rest(self, name, seed, folder, banks, flags) -> Path:
+    """Evaluates what nothing has trained."""
     for how, temperature in TEMPERATURES.items():
-      run = self.folder(name, seed) / f"at {how}"
-      flags = ("--config.iterations=0", f"--config.eval.other=mined:{other}")
-      flags += _evaluating(temperature, ARMS[name].banks)
-      self._step(name, seed, how, flags, run=run)
-      cells = json.loads((run / "eval.json").read_text())
-      _keep(self.folder(name, seed), how, cells)
+      run = folder / f"at {how}"
+      step = self._named(how, name, seed, folder)
+      more = ("--config.iterations=0", *_evaluating(temperature, banks), *flags)
+      self._step(name, seed, step, more, run)
+      _keep(folder, how, json.loads((run / "eval.json").read_text()))
     return run
 
   def _matched(self, name: str, seed: int) -> Path:
@@ -301,6 +349,8 @@ class Sweep:
       raise ValueError(f"{name} needs another world: name two seeds or more.")
     else:
       bank = self._bank(other)
+      notes = metrics.RunFolder(self.folder(name, seed))
+      notes.write_json("notes.json", {"bank of": other})
     flags = (f"--config.eval.other=mined:{bank}",)
     self._evaluate(name, seed, run, flags, variant_of="sesa")
     return run
@@ -337,25 +387,30 @@ class Sweep:
       (newest,) = run.glob(f"eval_{last_iteration(run):05d}.json")
       _keep(place.parent, how, json.loads(newest.read_text())["cells"])
 
+  def _named(self, step: str, name: str, seed: int, folder: Path) -> str:
+    own = folder == self.folder(name, seed)
+    return step if own else f"{folder.name}: {step}"
+
   def _step(self, name, seed, step, flags, run=None, variant_of="") -> None:
-    """Runs a command once, and notes what it took."""
-    folder = self.folder(name, seed)
-    notes = metrics.RunFolder(folder)
-    taken = notes.read_json("steps.json", {})
-    if step in taken:
-      return
+    """Runs an arm's command once."""
     arm = ARMS[variant_of or name]
-    taken[step] = self.launch(
-      [
-        f"--config={self.config}:{arm.variant}",
-        f"--workdir={run or folder / 'run'}",
-        f"--config.seed={seed}",
-        *self.flags,
-        *arm.flags,
-        *flags,
-      ]
-    )
-    notes.write_json("steps.json", taken)
+    words = [
+      f"--config={self.config}:{arm.variant}",
+      f"--workdir={run or self.folder(name, seed) / 'run'}",
+      f"--config.seed={seed}",
+      *self.flags,
+      *arm.flags,
+      *flags,
+    ]
+    self._run(name, seed, step, words)
+
+  def _run(self, name, seed, step, words) -> None:
+    """Runs a command once, and notes what it took."""
+    notes = metrics.RunFolder(self.folder(name, seed))
+    taken = notes.read_json("steps.json", {})
+    if step not in taken:
+      taken[step] = self.launch(words)
+      notes.write_json("steps.json", taken)
 
 
 def read(place: Path) -> dict[str, Any]:
@@ -446,6 +501,7 @@ def describe(run: Path, folder: Path) -> dict[str, Any]:
     **{name: made[name] for name in ("commit", "dirty", "config", "hashes")},
     "generator": worlds.digest(),
     "cpu_seconds": own.read_json("steps.json", {}),
+    "notes": own.read_json("notes.json", {}),
     "iterations": last_iteration(run),
     "sampled_tokens": sampled_tokens(run),
     "questions": manifest.sha256(questions),

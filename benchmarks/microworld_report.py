@@ -235,7 +235,10 @@ def _starts(cells: Cells) -> str:
     two = np.array([hops == "2" for hops in cell["hops"]])
     posed = cell["panels"].get("valid_rate", {}).get("valid", [[], [math.nan]])
     for bank in cell["evaluations"]["greedy"]:
-      row = [str(seed), _points(posed[1][0]), bank]
+      step = (
+        "{step} of {of}".format(**cell["notes"]) if cell.get("notes") else "-"
+      )
+      row = [str(seed), step, _points(posed[1][0]), bank]
       for how in _HOW:
         right = columns(cell, how, bank)["right"]
         for hops in (~two, two):
@@ -249,9 +252,9 @@ def _starts(cells: Cells) -> str:
       rows.append(row)
   asked = [f"{_WORDS[how]}, {n}" for how in _HOW for n in ("1 hop", "2 hops")]
   return _table(
-    "The warm start: what it poses, and answers of taught / held-out traps; "
-    "`other` holds the true rules of all types",
-    ("seed", "valid", "bank", *asked),
+    "The warm start: its last step within the gate, what it poses, and answers "
+    "of taught / held-out traps; `other` holds the true rules of all types",
+    ("seed", "step", "valid", "bank", *asked),
     rows,
   )
 

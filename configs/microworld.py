@@ -89,6 +89,9 @@ def _imitate(config: ConfigDict) -> None:
   config.sft.decay = 0.5
   config.sft.log_every = 50
   config.sft.validate_every = 500
+  # The study takes the last of these that is within its gate.
+  config.sft.checkpoint_every = 50
+  config.checkpoint.keep = 5
 
 
 def _name_files(config: ConfigDict) -> None:

@@ -62,10 +62,15 @@ _ARM = flags.DEFINE_string(
   "arm", None, "show: challenger, solver, control, evidence, eval."
 )
 _ITERATION = flags.DEFINE_integer(
-  "iteration", None, "show: of the episodes. skills: the bank after it."
+  "iteration",
+  None,
+  "show: of the episodes. skills: the bank after it. export: the checkpoint of "
+  "it, or of that step of --mode=sft; by default the newest.",
 )
 _LIMIT = flags.DEFINE_integer("limit", 10, "show: episodes at most.")
-_POLICY = flags.DEFINE_string("policy", None, "export: challenger or solver.")
+_POLICY = flags.DEFINE_string(
+  "policy", None, "export: challenger or solver; of --mode=sft, none."
+)
 _OUT = flags.DEFINE_string(
   "out",
   None,
@@ -153,15 +158,16 @@ def plot() -> None:
 
 
 def export() -> None:
-  """Writes a policy of a run's newest checkpoint for other tools to open."""
+  """Writes a policy of a run's checkpoint for other tools to open."""
   from sesa_jax import state
 
   state.export(
     _need(_WORKDIR.value, "workdir"),
-    _need(_POLICY.value, "policy"),
+    _POLICY.value,
     _need(_OUT.value, "out"),
     _DTYPE.value,
     _CONFIG.value,
+    _ITERATION.value,
   )
 
 

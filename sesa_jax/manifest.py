@@ -216,7 +216,7 @@ def check_workdir(
     folder: the run's folder, there or not.
     config: all values of this run.
     force_new: `--force_new`.
-    free: see `strict`.
+    free: see `strict`; of modes that know no `--force_new`.
 
   Returns:
     The fields that differ, as `config_diff` names them.
@@ -238,10 +238,11 @@ def check_workdir(
   differs = config_diff(old, config)
   faults = strict(differs, free)
   if faults and not force_new:
+    trains = "" if free else ", or go on with the new values with --force_new"
     raise ValueError(
       f"{folder} is the run of another config. Fields that differ: "
-      f"{'; '.join(faults)}. Name a new --workdir, use the run's own config, "
-      "or go on in this folder with the new values with --force_new."
+      f"{'; '.join(faults)}. Name a new --workdir, use the run's own config"
+      f"{trains}."
     )
   return differs
 

@@ -30,8 +30,11 @@ from sesa_jax.learner import learner as learner_lib
 from sesa_jax.learner import packing, supervised
 from sesa_jax.policy import export as export_lib
 from sesa_jax.policy import model, sharding, weights
+from sesa_jax.state import TUNED
 
-_POLICY = "policy"  # in a checkpoint
+# Fields that a resumed run may change: its weights do not depend on them.
+_FREE = ("checkpoint.keep:", "sft.checkpoint_every:", "sft.log_every:")
+_FREE += ("sft.validate_every:", "sft.episodes:", "sft.out:")
 
 
 def run(
@@ -70,7 +73,7 @@ def run(
   reader = metrics.RunFolder(workdir, writes=False)
 
   def look():  # before the lead changes anything
-    manifest.check_workdir(workdir, values)
+    manifest.check_workdir(workdir, values, free=_FREE)
     before = reader.read_json("manifest.json", {})
     had = before.get("hashes", {"episodes": plan.digest}).get("episodes")
     if not had:
@@ -271,10 +274,8 @@ def _begin(config, plan: _Plan, folder, store) -> tuple[types.Policy, int]:
     )
     policy, files = plan.learner.init(params), {}
   else:
-    trees, _, _, files = store.restore(
-      newest, {_POLICY: plan.learner.abstract()}
-    )
-    policy = types.Policy(*trees[_POLICY])
+    trees, _, _, files = store.restore(newest, {TUNED: plan.learner.abstract()})
+    policy = types.Policy(*trees[TUNED])
     logging.info("Resumed after step %d.", newest)
   distributed.from_lead(lambda: folder.truncate(files))
   return policy, newest or 0
@@ -394,7 +395,7 @@ def _save(store, folder, policy, step: int) -> None:
   try:
     store.save(
       step,
-      trees={_POLICY: policy},
+      trees={TUNED: policy},
       host={"step": step},
       arrays={},
       files=distributed.from_lead(folder.lengths),
@@ -410,7 +411,7 @@ def _export(plan: _Plan, store, out: str) -> None:
   """Writes the last checkpoint's weights, one array at a time."""
   backbone = plan.learner.graphdef.backbone
   tree = {"params": model.abstract_params(backbone)}
-  read = store.reader(plan.steps, _POLICY, tree)
+  read = store.reader(plan.steps, TUNED, tree)
   export_lib.save(
     out, backbone, plan.words, lambda leaf: read(f"params/{leaf}")
   )

@@ -20,6 +20,7 @@ from sesa_jax.skills import bank as skill_bank
 from sesa_jax.stages import distillation, priming, validity
 
 SHARED = "shared"  # in a checkpoint: the policy of both roles
+TUNED = "policy"  # in one of `--mode=sft`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,26 +280,42 @@ def parent_of(
 
 
 def export(
-  workdir: str, policy: str, out: str, dtype: str, config: Any = None
+  workdir: str,
+  policy: str | None,
+  out: str,
+  dtype: str,
+  config: Any = None,
+  iteration: int | None = None,
 ) -> None:
-  """Writes a policy of a run's newest checkpoint as a Hugging Face folder.
+  """Writes a policy of a run's checkpoint as a Hugging Face folder.
 
   Args:
     workdir: the run's folder; its `config.json` says what the policy began as.
-    policy: "challenger" or "solver", which may be one.
+    policy: "challenger" or "solver", which may be one; None of a folder of
+      `--mode=sft`, which has one policy.
     out: the folder to make.
     dtype: "float32" or "bfloat16".
     config: the run's config, if it should be checked.
+    iteration: of the checkpoint, or its step of `--mode=sft`; None is the
+      newest.
 
   Raises:
     ValueError: a choice is unknown, `out` holds something, or there is no such
-      run, no checkpoint in it, or the config is another run's.
+      run, no such checkpoint in it, or the config is another run's.
   """
-  grpo.one_of("--policy", policy, ("challenger", "solver"))
   export_lib.check(out, dtype)
-  run = metrics.RunFolder(workdir, writes=False).read_json("config.json", {})
+  reader = metrics.RunFolder(workdir, writes=False)
+  run = reader.read_json("config.json", {})
   if not run:
     raise ValueError(f"{workdir} is not the folder of a run: no config.json.")
+  tuned = "episodes" in reader.read_json("manifest.json", {}).get("hashes", {})
+  if tuned and policy:
+    raise ValueError(
+      f"--policy={policy}: {workdir} is a folder of --mode=sft, which has one "
+      "policy. Leave it out."
+    )
+  if not tuned:
+    grpo.one_of("--policy", policy, ("challenger", "solver"))
   given = metrics.plain(config.to_dict()) if config else run
   differs = [
     field
@@ -313,15 +330,21 @@ def export(
   if not checkpoint.has_steps(Path(workdir) / "checkpoints"):
     raise ValueError(f"{workdir} has no checkpoint yet; train first.")
   store = checkpoint.Checkpoints(Path(workdir) / "checkpoints", read_only=True)
-  newest = max(store.steps())
+  steps = store.steps()
+  step = max(steps) if iteration is None else iteration
+  if step not in steps:
+    raise ValueError(
+      f"--iteration={step}: {workdir} keeps the checkpoints of "
+      f"{', '.join(map(str, steps))}. checkpoint.keep says how many."
+    )
   source, path = run["policy"]["source"], run["policy"]["path"]
   backbone = weights.check(source, config_lib.locate(path))
   tree = {"params": model.abstract_params(backbone)}
   try:
     saved = SHARED if run["policy"].get("shared") else policy
-    read = store.reader(newest, saved, tree)
+    read = store.reader(step, TUNED if tuned else saved, tree)
   except (KeyError, OSError, ValueError) as error:
-    raise _unreadable(store, newest, error) from error
+    raise _unreadable(store, step, error) from error
   export_lib.save(
     out,
     backbone,
@@ -331,5 +354,7 @@ def export(
   )
   store.close()
   logging.info(
-    "The %s after iteration %d, in %s: %s", policy, newest, dtype, out
+    "The %s after %s %d, in %s: %s",
+    *(("policy", "step") if tuned else (policy, "iteration")),
+    *(step, dtype, out),
   )

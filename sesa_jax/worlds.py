@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from absl import logging
 
 from sesa_jax.data import microworld, warm_start
+from sesa_jax.policy import export
 from sesa_jax.search.bm25 import Bm25
 from sesa_jax.skills import record
 
@@ -46,7 +45,7 @@ def locate(path: str, assets: Path, exists: bool = True) -> Path:
     _once(folder / name, lambda into: _play(into, int(seed)))
   found = folder / name
   if exists and not found.exists():
-    has = ", ".join(sorted(p.name for p in folder.iterdir()))
+    has = ", ".join(sorted(p.name for p in folder.glob("[!.]*")))
     raise ValueError(
       f"{path}: the world has {has}. Its policy is what --mode=sft makes of "
       "its episodes: docs/microworld.md has the command."
@@ -92,10 +91,9 @@ def _once(target: Path, make: Callable[[Path], None]) -> None:
     return
   target.parent.mkdir(parents=True, exist_ok=True)
   logging.info("Making %s, once.", target)
-  with tempfile.TemporaryDirectory(dir=target.parent) as beside:
-    made = Path(beside) / target.name
+  with export.beside(target) as made:
     if not target.suffix:
       made.mkdir()
     make(made)
     if not target.exists():  # another process was faster
-      shutil.move(made, target)
+      made.rename(target)

@@ -331,7 +331,7 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path, words, number):
 def test_an_export_that_goes_on_is_left_alone(tmp_path, words):
   out = tmp_path / "out"
   params = reader(model.init(backbones.tiny(), jax.random.key(0)))
-  with export._beside(out):
+  with export.beside(out):
     (other,) = tmp_path.iterdir()
     export.save(out, backbones.tiny(), words, params)
     assert other.is_dir()
@@ -399,6 +399,16 @@ def test_a_policy_goes_out_and_comes_in_again(run, tmp_path):
   assert not list(tmp_path.glob(".*"))
 
 
+def test_an_earlier_checkpoint_goes_out(run, tmp_path):
+  folder, saved = run
+  for step in (1, 2):
+    out = tmp_path / f"after {step}"
+    state.export(folder, "solver", out, "float32", iteration=step)
+    _, read = weights.load("hf", out)
+    params = saved[step, "solver"].params
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
 def config(**changes):
   changed = tiny.get_config().copy_and_resolve_references().unlock()
   changed.update_from_flattened_dict(changes)
@@ -410,6 +420,8 @@ def config(**changes):
   [
     ({"policy": "teacher"}, "'teacher'. Choices: challenger, solver"),
     ({"dtype": "float16"}, "'float16' is unknown. Choices: float32, bfloat16"),
+    ({"policy": None}, "None. Choices: challenger, solver"),
+    ({"iteration": 7}, "run keeps the checkpoints of 1, 2. checkpoint.keep"),
     ({"workdir": "no/run"}, "no/run is not the folder of a run"),
     ({"out": ROOT / "tests"}, "tests exists and is no empty folder"),
     (

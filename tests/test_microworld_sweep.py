@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ class MainJob:
 
   def __init__(self):
     self.called, self.fails = [], False
+    self.valid = {}  # by step of the warm start
 
   def __call__(self, words):
     flags = dict(word.lstrip("-").split("=", 1) for word in words)
@@ -28,6 +30,16 @@ class MainJob:
     if self.fails:
       raise RuntimeError("cut off")
     folder = metrics.RunFolder(flags["workdir"])
+    if flags.get("mode") == "export":
+      (path := Path(flags["out"])).mkdir(parents=True)
+      (path / "step").write_text(flags["iteration"])
+      return 1.0
+    if flags.get("mode") == "sft":
+      for step in (10, 20, 30):
+        (folder.path / f"checkpoints/{step}").mkdir(parents=True)
+      return 10.0
+    path = Path(flags.get("config.policy.path", "none")) / "step"
+    step = int(path.read_text()) if path.exists() else 0
     variant = flags["config"].split(":")[1]
     folder.write_json(
       "manifest.json",
@@ -52,7 +64,7 @@ class MainJob:
     rows = [
       {
         "iteration": i,
-        "challenger/valid_rate": i / 8,
+        "challenger/valid_rate": self.valid.get(step, i / 8),
         "challenger/entropy/mean": 2.0,
         "challenger/engine/tokens/sampled": tokens // 2,
         "solver/engine/tokens/sampled": tokens - tokens // 2,
@@ -283,6 +295,7 @@ def test_another_worlds_bank(sweep, job):
     bank = sweep.folder("sesa", seed) / "run/skills.jsonl"
     bank.write_text("")
   sweep.make("other_bank", 7)
+  assert made(sweep, "other_bank", 7)["notes"] == {"bank of": 8}
   other = sweep.folder("sesa", 8) / "run/skills.jsonl"
   for flags in job.called[-2:]:
     assert flags["config.eval.other"] == f"mined:{other}"
@@ -320,30 +333,107 @@ def test_a_penalty_is_another_than_the_one_by_default(sweep, job):
   assert job.called[0]["config.challenger.invalid_penalty"] == "1.0"
 
 
-def test_the_warm_start_is_made_once(fresh, job, tmp_path, monkeypatch):
-  policy = tmp_path / "policy"
+@pytest.fixture
+def world(fresh, job, tmp_path, monkeypatch):
+  """A sweep of worlds whose files lie in the folder of the test."""
 
   def locate(path, exists=True):
-    return tmp_path / path.removeprefix("microworld:7/").split("8/")[-1]
+    return tmp_path / path.removeprefix("microworld:").replace("/", "-")
 
   monkeypatch.setattr(sweep_lib.config_lib, "locate", locate)
-  sweep = sweep_lib.dataclasses.replace(fresh, config="x/microworld.py")
-  sweep.make("start", 7)
+  return sweep_lib.dataclasses.replace(fresh, config="x/microworld.py")
+
+
+def modes(job):
+  return [flags.get("mode") for flags in job.called]
+
+
+def test_the_warm_start_is_made_once(world, job, tmp_path):
+  world.make("start", 7)
   first, *others = job.called
+  folder = world.folder("start", 7)
   assert first == {
     "mode": "sft",
     "config": "x/microworld.py:warm_start",
-    "workdir": str(sweep.folder("start", 7) / "warm"),
+    "workdir": str(folder / "warm"),
     "config.seed": "7",
-    "episodes": str(tmp_path / "episodes.jsonl"),
-    "out": str(policy),
+    "episodes": str(tmp_path / "7-episodes.jsonl"),
+    "out": str(folder / "policy"),
   }
-  assert [flags["config"] for flags in others] == ["x/microworld.py:sesa"] * 3
-  taken = {"warm start": 10, "pose": 10, "greedy": 10, "sampled": 10}
-  assert made(sweep, "start", 7)["cpu_seconds"] == taken
-  policy.mkdir()
-  sweep.make("start", 8)
-  assert "sft" not in [flags.get("mode") for flags in job.called[1:]]
+  # Without a gate the last of its checkpoints will do.
+  assert modes(job)[1:] == ["export", None, None, None, "export"] + [None] * 3
+  trial, final = (flags for flags in others if "mode" in flags)
+  assert final == trial | {"out": str(tmp_path / "7-policy")}
+  assert trial == {
+    "mode": "export",
+    "workdir": str(folder / "warm"),
+    "iteration": "30",
+    "out": str(folder / "step 30/policy"),
+  }
+  for flags in job.called[2:5]:
+    assert flags["config.policy.path"] == str(folder / "step 30/policy")
+    assert flags["config.eval.banks"] == "('none',)"
+  assert len({flags["workdir"] for flags in others if "mode" not in flags}) == 6
+  for flags in others[-3:]:
+    assert flags["config"] == "x/microworld.py:sesa"
+    assert "config.policy.path" not in flags
+  cell = made(world, "start", 7)
+  steps = ("pose", "greedy", "sampled")
+  tried = {f"step 30: {step}": 10 for step in steps}
+  taken = {"warm start": 10} | tried | dict.fromkeys(steps, 10)
+  assert cell["cpu_seconds"] == taken
+  assert cell["notes"] == {"step": 30, "of": 30}
+  (tmp_path / "8-policy").mkdir()
+  job.called.clear()
+  world.make("start", 8)
+  assert modes(job) == [None] * 3
+  assert made(world, "start", 8)["notes"] == {}
+
+
+def test_the_last_checkpoint_within_the_gate_is_taken(world, job, capsys):
+  """Of 10, 20 and 30 steps: the stand-in's questions are valid by number."""
+  bounds = {"valid proposals": (0.2, 0.3), "two hops, sampled": (0.2, 0.3)}
+  gated = sweep_lib.dataclasses.replace(world, gate=bounds)
+  job.valid = {30: 0.5, 20: 0.25, 10: 0.25}
+  gated.make("start", 7)
+  out = [flags for flags in job.called if flags.get("mode") == "export"]
+  assert [flags["iteration"] for flags in out] == ["30", "20", "20"]
+  said = capsys.readouterr().out
+  assert "After step 30: The warm start of seed 7: valid proposals 0.50" in said
+  assert made(gated, "start", 7)["notes"] == {"step": 20, "of": 30}
+
+
+def test_where_none_is_within_the_gate_the_last_one_is_taken(world, job):
+  gated = sweep_lib.dataclasses.replace(world, gate={"valid proposals": (1, 1)})
+  gated.make("start", 7)
+  out = [flags for flags in job.called if flags.get("mode") == "export"]
+  assert [flags["iteration"] for flags in out] == ["30", "20", "10", "30"]
+  assert made(gated, "start", 7)["notes"] == {"step": 30, "of": 30}
+  with pytest.raises(ValueError, match="valid proposals 0.12, wanted 1 to 1"):
+    gated.make("sesa", 7)
+
+
+def test_a_choice_that_was_cut_off_goes_on(world, job, monkeypatch):
+  gated = sweep_lib.dataclasses.replace(world, gate={"valid proposals": (1, 1)})
+  export, calls = sweep_lib.Sweep._export, []
+
+  def cut(self, warm, step, out):
+    calls.append(step)
+    if len(calls) == 3:
+      raise RuntimeError("cut off")
+    export(self, warm, step, out)
+
+  monkeypatch.setattr(sweep_lib.Sweep, "_export", cut)
+  with pytest.raises(RuntimeError, match="cut off"):
+    gated.make("start", 7)
+  before = len(job.called)
+  gated.make("start", 7)
+  assert "sft" not in modes(job)[before:]
+  # Two checkpoints have been seen: the third, and the last step's own.
+  again = job.called[before:]
+  trials = [f for f in again if "config.policy.path" in f]
+  assert len(trials) == 3
+  assert all("step 10" in flags["config.policy.path"] for flags in trials)
 
 
 def test_kinds_of_questions():

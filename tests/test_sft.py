@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import orbax.checkpoint as orbax
 import pytest
 import torch
 import transformers
 
-from sesa_jax import metrics, sft, types
+from sesa_jax import metrics, sft, state, types
 from sesa_jax.learner import grpo
 from sesa_jax.policy import tokenizer, weights
 from tests.test_loop import tiny_config
@@ -128,6 +129,40 @@ def test_the_folder_is_a_policy_for_us_and_for_transformers(tuned, data):
   _, before = weights.load("random", "", jax.random.key(0))
   moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), params, before)
   assert min(jax.tree.leaves(moved)) > 0
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_each_checkpoint_that_is_kept_is_a_policy(tuned, tmp_path):
+  name = "model.safetensors"
+  state.export(tuned, None, tmp_path / "last", "float32")
+  assert (tmp_path / "last" / name).read_bytes() == exported(tuned)
+  for step in (8, 12):
+    out = tmp_path / str(step)
+    state.export(tuned, None, out, "float32", iteration=step)
+    _, read = weights.load("hf", out)
+    place = tuned / "checkpoints" / str(step) / "policy"
+    saved = orbax.PyTreeCheckpointer().restore(place)["params"]
+    jax.tree.map(np.testing.assert_array_equal, read["norm"], saved["norm"])
+    jax.tree.map(np.testing.assert_array_equal, read["layers"], saved["layers"])
+  assert (tmp_path / "8" / name).read_bytes() != exported(tuned)
+  with pytest.raises(ValueError, match="keeps the checkpoints of 8, 12"):
+    state.export(tuned, None, tmp_path / "out", "float32", iteration=4)
+  with pytest.raises(ValueError, match="has one policy. Leave it out"):
+    state.export(tuned, "solver", tmp_path / "out", "float32")
+
+
+def test_how_often_it_saves_may_change_when_it_resumes(tuned, data, tmp_path):
+  folder = tmp_path / "run"
+  shutil.copytree(tuned, folder)
+  shutil.rmtree(folder / "checkpoints/12")
+  shutil.rmtree(folder / "export")
+  often = {"sft.checkpoint_every": 1, "sft.log_every": 1, "checkpoint.keep": 4}
+  sft.run(config(**often), str(folder), [data])
+  assert exported(folder) == exported(tuned)
+  steps = {int(p.name) for p in folder.glob("checkpoints/[0-9]*")}
+  assert steps == {9, 10, 11, 12}
+  with pytest.raises(ValueError, match=r"0.01\. Name a new --workdir, use the"):
+    sft.run(config(**{"sft.learning_rate": 0.01}), str(folder), [data])
 
 
 @pytest.mark.parametrize("place", ["begin", "end"])

@@ -223,6 +223,15 @@ def test_an_index_belongs_to_its_encoder(text, tmp_path):
     opened(given, [text], hashed(16))
 
 
+def test_answers_of_two_kinds_of_neighbours_are_not_mixed(text, tmp_path):
+  """A cache of answers is kept under the search's identity."""
+  given = spec(tmp_path / "index", engine="dense")
+  engines.build(given, [text], hashed())
+  kinds = ("exact", "auto")
+  found = {opened(given | {"neighbours": k}, []).identity for k in kinds}
+  assert len(found) == 2
+
+
 def test_a_build_that_was_cut_off_is_begun_anew(text, tmp_path, monkeypatch):
   given = spec(tmp_path / "index")
   monkeypatch.setattr(bm25, "build", lambda *_, **__: 1 / 0)

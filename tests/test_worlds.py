@@ -38,7 +38,18 @@ def test_a_world_is_made_once_and_kept(tmp_path, monkeypatch, few):
   assert out.endswith("-3/policy")
   with pytest.raises(ValueError, match="policy is what --mode=sft makes"):
     config_lib.locate("microworld:3/policy")
-  assert not list(tmp_path.glob("**/tmp*"))
+  assert not list(tmp_path.glob("**/.*"))
+
+
+def test_what_a_kill_left_goes_with_the_next(tmp_path):
+  worlds.locate("microworld:1/world.json", tmp_path)
+  home = tmp_path / "microworld"
+  left = home / f".{worlds.digest()}-2.cut"
+  left.mkdir()
+  (left / "export.lock").touch()
+  worlds.locate("microworld:2/world.json", tmp_path)
+  seeds = {path.name.split("-")[1] for path in home.iterdir()}
+  assert seeds == {"1", "2"}
 
 
 def test_another_version_has_a_folder_of_its_own(tmp_path, monkeypatch):

@@ -87,7 +87,8 @@ def save(
   config = _config(backbone, words, dtype)
   out = Path(out).resolve()
   out.parent.mkdir(parents=True, exist_ok=True)
-  with _beside(out) as folder:
+  with beside(out) as folder:
+    folder.mkdir()
     words.save_pretrained(folder)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation(words))
@@ -102,10 +103,10 @@ def save(
 
 
 @contextlib.contextmanager
-def _beside(out: Path) -> Iterator[Path]:
-  """Yields a folder to make, one rename from `out`; gone if anything fails.
+def beside(out: Path) -> Iterator[Path]:
+  """Yields the path of what to make, a rename from `out`; gone if that fails.
 
-  A kill leaves it behind, but not its lock: the next export to the same place
+  A kill leaves it behind, but not its lock: the next one who makes `out`
   removes what is there and no longer locked.
   """
   prefix = f".{out.name}."
@@ -116,13 +117,13 @@ def _beside(out: Path) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(left)
   with (
-    tempfile.TemporaryDirectory(dir=out.parent, prefix=prefix) as beside,
-    (Path(beside) / f"{_LOCK}.new").open("w") as lock,
+    tempfile.TemporaryDirectory(dir=out.parent, prefix=prefix) as made,
+    (Path(made) / f"{_LOCK}.new").open("w") as lock,
   ):
     fcntl.flock(lock, fcntl.LOCK_EX)
     # Under its name only once it is locked.
-    Path(lock.name).rename(Path(beside) / _LOCK)
-    yield Path(beside) / "model"
+    Path(lock.name).rename(Path(made) / _LOCK)
+    yield Path(made) / "whole"
 
 
 def _config(

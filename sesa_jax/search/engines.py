@@ -136,7 +136,10 @@ def _local(spec, paths, encoder):
   else:
     engine = bm25.load(folder, k1=spec["k1"], b=spec["b"])
   passages, digest = stored.Passages(Path(folder)), meta["corpus"]
-  return engine, passages, digest, wanted | {"corpus": digest}
+  described = wanted | {"corpus": digest}
+  if spec["engine"] == "dense":  # ScaNN's answers are not the exact ones
+    described["neighbours"] = spec["neighbours"]
+  return engine, passages, digest, described
 
 
 def _made_with(spec: Mapping[str, Any]) -> dict[str, Any]:
