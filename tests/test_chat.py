@@ -99,6 +99,17 @@ def test_order_and_concurrency():
   assert 1 < server.at_once <= 6
 
 
+def test_a_notebook_may_ask():
+  """Its cells run within an event loop."""
+
+  async def cell():
+    return ask(one, "a", "b")
+
+  with Server(then=OK) as server:
+    one = client(server)
+    assert asyncio.run(cell()) == [{"ok": 1}] * 2
+
+
 def test_equal_conversations_are_one_call():
   with Server([OK]) as server:
     assert ask(client(server), "a", "a") == [{"ok": 1}] * 2

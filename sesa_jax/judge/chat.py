@@ -16,7 +16,8 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +126,16 @@ def content_key(base_url: str, body: Mapping[str, Any]) -> str:
   """SHA-256 of an endpoint and all that is sent to it."""
   text = json.dumps({"base_url": base_url, "body": body}, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _wait(made: Coroutine[Any, Any, Any]) -> Any:
+  """Runs a coroutine to its end, also where a loop runs, as in a notebook."""
+  try:
+    asyncio.get_running_loop()
+  except RuntimeError:
+    return asyncio.run(made)
+  with futures.ThreadPoolExecutor(1) as thread:
+    return thread.submit(asyncio.run, made).result()
 
 
 class Chat:
@@ -240,7 +251,7 @@ class Chat:
     left = {key: body for key, body in bodies.items() if key not in found}
     if left:
       self.ledger.count("calls", len(left))
-      found |= asyncio.run(self._ask(left, parse, tokens))
+      found |= _wait(self._ask(left, parse, tokens))
       self._report([found[key] for key in left])
     return [found[key] for key in keys]
 
