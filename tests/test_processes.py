@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from sesa_jax import distributed, metrics, rollout
 from sesa_jax.engine import engine as engine_lib
@@ -285,6 +287,53 @@ def test_a_run_of_two_processes_is_the_run_of_one(tmp_path):
     for folder in (one, two)
   ]
   assert played[0] == played[1]
+
+
+@pytest.mark.slow
+def test_two_processes_tune_as_one_does(tmp_path):
+  """Also where they were stopped and go on."""
+  rows = [
+    {"id": str(n), "segments": [{"text": "2 + 2 = ", "own": False}]}
+    for n in range(40)
+  ]
+  for n, row in enumerate(rows):
+    row["segments"].append({"text": f"{n % 3} {'so ' * (n % 5)}", "own": True})
+  data = tmp_path / "episodes.jsonl"
+  data.write_text("\n".join(map(json.dumps, rows)))
+  command = [
+    *(sys.executable, "-m", "sesa_jax.main", "--mode=sft"),
+    *("--config=configs/tiny.py", "--config.mesh.fsdp=0"),
+    *("--config.mesh.tensor=2", "--config.sft.batch_tokens=512"),
+    *("--config.learner.row_multiple=64", "--config.sft.steps=8"),
+    *("--config.learner.microbatch_rows=4", "--config.sft.log_every=1"),
+    *("--config.sft.validation=0.2", "--config.sft.learning_rate=0.003"),
+    *("--config.sft.checkpoint_every=4", f"--episodes={data}"),
+  ]
+
+  def tune(name, *more):
+    place = tmp_path / name
+    return [*command, f"--workdir={place}", f"--out={place / 'out'}", *more]
+
+  run(tune("two"))
+  shutil.copytree(tmp_path / "two", tmp_path / "again")
+  shutil.rmtree(tmp_path / "again/out")
+  shutil.rmtree(tmp_path / "again/checkpoints/8")
+  run(tune("again"))
+  done = subprocess.run(
+    tune("one"), capture_output=True, text=True, cwd=ROOT, timeout=240
+  )
+  assert done.returncode == 0, done.stderr
+  one, two, again = (
+    safetensors.numpy.load_file(tmp_path / name / "out/model.safetensors")
+    for name in ("one", "two", "again")
+  )
+  before = metrics.RunFolder(tmp_path / "one").read("metrics.jsonl")
+  after = metrics.RunFolder(tmp_path / "two").read("metrics.jsonl")
+  assert comparable(after) == near(comparable(before))
+  assert before[-1]["validation/loss"] < 0.9 * before[0]["loss"]
+  for name, wanted in one.items():
+    assert apart(two[name], wanted) < 1e-4, name
+    np.testing.assert_array_equal(again[name], two[name])
 
 
 @pytest.mark.slow
