@@ -115,9 +115,9 @@ _JSON = flags.DEFINE_bool("json", False, "plan: print JSON, not tables.")
 
 def train() -> None:
   """Runs the experiment, from its last finished iteration on."""
-  from sesa_jax import loop
+  from sesa_jax import experiment
 
-  loop.run(
+  experiment.run(
     _for_this_machine(),
     _need(_WORKDIR.value, "workdir"),
     start_from=_START_FROM.value,
@@ -128,9 +128,9 @@ def train() -> None:
 
 def evaluate() -> None:
   """Evaluates a run's newest checkpoint."""
-  from sesa_jax import loop
+  from sesa_jax import experiment
 
-  loop.evaluate_checkpoint(
+  experiment.evaluate_checkpoint(
     _for_this_machine(), _need(_WORKDIR.value, "workdir")
   )
 

@@ -17,7 +17,7 @@ import rich.console
 from absl import logging
 
 from sesa_jax import config as config_lib
-from sesa_jax import distributed, loop, report, types
+from sesa_jax import distributed, experiment, loop, report, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.data import lines
 from sesa_jax.judge import scoring
@@ -441,7 +441,7 @@ def mine(
 
   Raises:
     ValueError: bad input, before any model is loaded.
-    types.Stopped: the run had to stop, see `loop.run`.
+    types.Stopped: the run had to stop, see `experiment.run`.
   """
   out = out or str(Path(workdir) / "mined.jsonl")
   distributed.initialize()
@@ -451,7 +451,7 @@ def mine(
   with early.unlocked():
     early.iterations = config.mine.iterations
     early.bank.frozen = True
-  loop.run(early, workdir, command=command)
+  experiment.run(early, workdir, command=command)
   distill(
     config,
     [str(Path(workdir) / "failures.jsonl")],

@@ -167,7 +167,7 @@ def search(config: Any, workdir: str = "") -> engines.Search:
     types.Stopped: no search server answers.
   """
   # Each process asks for its own episodes, and has its share of all limits:
-  # of the budget `loop.run` gives it one.
+  # of the budget `loop.share_budget` gives it one.
   count, own = distributed.count(), distributed.index()
   spec, paths, encoder = _search_values(config)
   google = spec["google"]

@@ -17,7 +17,7 @@ import pytest
 
 from configs import qwen3_4b
 from sesa_jax import config as config_lib
-from sesa_jax import loop, metrics, records, types
+from sesa_jax import experiment, loop, metrics, records, types
 from sesa_jax import state as state_lib
 from sesa_jax import tools as tools_lib
 from sesa_jax.judge import verdicts
@@ -76,8 +76,10 @@ def paper_judge(server, **changes):
 
 def run(config, folder):
   with driver.playing_the_script(), pytest.MonkeyPatch.context() as patch:
-    patch.setattr(loop.plots, "plot_run", lambda path: ())  # takes its time
-    loop.run(config, str(folder))
+    patch.setattr(
+      experiment.plots, "plot_run", lambda path: ()
+    )  # takes its time
+    experiment.run(config, str(folder))
   return metrics.RunFolder(folder)
 
 
@@ -269,7 +271,7 @@ def test_an_outage_of_the_judge_stops_before_the_update(tmp_path):
       run(config, tmp_path / "run")
     folder = metrics.RunFolder(tmp_path / "run")
     assert not folder.read("metrics.jsonl")
-    assert not loop.checkpoint.has_steps(folder.path / "checkpoints")
+    assert not experiment.checkpoint.has_steps(folder.path / "checkpoints")
     server.then = obliging  # it is back: the same command goes on
     run(config, tmp_path / "run")
   assert len(folder.read("metrics.jsonl")) == 2
@@ -450,7 +452,7 @@ def test_a_missing_key_is_said_at_the_start(tmp_path, monkeypatch):
   with Server() as server:
     config = paper_judge(server)
     with pytest.raises(ValueError, match="DEEPSEEK_API_KEY, which is not set"):
-      loop.run(config, str(tmp_path / "run"))
+      experiment.run(config, str(tmp_path / "run"))
     assert not server.requests
   assert not (tmp_path / "run").exists()
 
@@ -463,7 +465,7 @@ def test_modes_that_ask_no_model_need_no_key(judged, monkeypatch):
   config.eval.sets = tiny_config().eval.sets
   config_lib.check(config)
   with driver.playing_the_script():
-    loop.evaluate_checkpoint(config, str(folder.path))
+    experiment.evaluate_checkpoint(config, str(folder.path))
   assert len(server.requests) == before
 
 

@@ -21,6 +21,7 @@ LEVELS = (
   "plan",
   "selftest",
   "mining check sft",
+  "experiment",
   "loop",
   "state",
   "report",
@@ -51,6 +52,7 @@ LEVEL = {
 # The only ones that see a ConfigDict.
 CONFIGURED = {"main", "plan", "mining", "sft", "loop", "state", "report"} | {
   "check",
+  "experiment",
   "evaluation",
   "tools",
   "config",

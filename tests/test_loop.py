@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from configs import common, tiny
-from sesa_jax import loop, metrics, report, tools, types
+from sesa_jax import experiment, loop, metrics, report, tools, types
 from sesa_jax import state as state_lib
 from sesa_jax.policy import model, weights
 from sesa_jax.policy.backbones import tiny as tiny_backbone
@@ -72,7 +72,7 @@ def scripted(tmp_path_factory):
   here = Path.cwd()
   os.chdir(ROOT)
   with driver.playing_the_script():
-    loop.run(tiny_config(**SCRIPTED, iterations=3), str(folder))
+    experiment.run(tiny_config(**SCRIPTED, iterations=3), str(folder))
   os.chdir(here)
   return metrics.RunFolder(folder)
 
@@ -265,7 +265,7 @@ def test_checkpoints_hold_each_policy(scripted):
   """Weights and optimizer of each; and no role's are the other's."""
   config = tiny_config(**SCRIPTED)
   world = tools.assemble(config, tools.read(config))
-  store = loop.checkpoint.Checkpoints(
+  store = experiment.checkpoint.Checkpoints(
     scripted.path / "checkpoints", read_only=True
   )
   state, _ = state_lib.restore(world, store, 3, 800)
@@ -410,7 +410,9 @@ def content(folder: Path) -> dict[str, object]:
     for cell in run.read_json("eval.json", [])
   ]
   config = tiny_config(**SCRIPTED)
-  store = loop.checkpoint.Checkpoints(folder / "checkpoints", read_only=True)
+  store = experiment.checkpoint.Checkpoints(
+    folder / "checkpoints", read_only=True
+  )
   world = tools.assemble(config, tools.read(config))
   state, _ = state_lib.restore(world, store, store.latest(), 800)
   store.close()
@@ -476,7 +478,7 @@ def test_kill_and_resume_equals_no_kill(unkilled, tmp_path, place):
   folder = tmp_path / "run"
   killed = command(place, folder)
   assert killed.returncode == -signal.SIGKILL, killed.stderr
-  assert loop.checkpoint.has_steps(folder / "checkpoints")
+  assert experiment.checkpoint.has_steps(folder / "checkpoints")
   resumed = command("never", folder)
   assert resumed.returncode == 0, resumed.stderr
   assert "Resumed after iteration" in resumed.stderr
@@ -511,9 +513,9 @@ def test_start_from_continues_another_run(unkilled, tmp_path):
 def test_start_from_without_such_a_checkpoint(scripted, tmp_path):
   config = tiny_config(**SCRIPTED)
   with pytest.raises(ValueError, match=r"no checkpoint of iteration 7.*2, 3"):
-    loop.run(config, str(tmp_path / "w"), start_from=f"{scripted.path}@7")
+    experiment.run(config, str(tmp_path / "w"), start_from=f"{scripted.path}@7")
   with pytest.raises(ValueError, match="RUN@ITERATION"):
-    loop.run(config, str(tmp_path / "w"), start_from=str(scripted.path))
+    experiment.run(config, str(tmp_path / "w"), start_from=str(scripted.path))
 
 
 @pytest.mark.slow
@@ -521,7 +523,7 @@ def test_two_runs_give_the_same_bytes(tmp_path):
   """With the real engine."""
   found = []
   for name in ("a", "b"):
-    loop.run(tiny_config(iterations=1), str(tmp_path / name))
+    experiment.run(tiny_config(iterations=1), str(tmp_path / name))
     found.append(content(tmp_path / name))
   assert found[0] == found[1]
 
@@ -612,7 +614,7 @@ def test_each_policy_plays_its_own_part():
 def test_the_solver_is_evaluated():
   config, world, state, spy = spied()
   with silent() as progress:
-    loop._evaluate(config, world, state, progress)
+    experiment._evaluate(config, world, state, progress)
   assert spy.loaded == [state.solver.params]
   for _, requests, _, _ in spy.played:
     assert all(r.sampling.temperature == 0.0 for r in requests)
@@ -743,14 +745,14 @@ def test_updates_that_are_no_numbers_stop_at_a_checkpoint_that_is(
     driver.playing_the_script(),
     pytest.raises(types.Stopped) as stopped,
   ):
-    loop.run(config, str(tmp_path / "run"))
+    experiment.run(config, str(tmp_path / "run"))
   said = str(stopped.value)
   assert said.startswith("3 updates in a row had a non-finite loss")
   assert "last good checkpoint is the one of iteration 3" in said
   rows = metrics.RunFolder(tmp_path / "run").read("metrics.jsonl")
   assert [row["solver/skipped"] for row in rows] == [0, 1, 1]
   world = tools.assemble(config, tools.read(config))
-  store = loop.checkpoint.Checkpoints(
+  store = experiment.checkpoint.Checkpoints(
     tmp_path / "run" / "checkpoints", read_only=True
   )
   assert store.latest() == 3
@@ -770,7 +772,7 @@ def test_a_collapse_is_warned_of(tmp_path, caplog):
     | {"alarms.valid_iterations": 2},
   )
   with driver.playing_the_script(), caplog.at_level("WARNING"):
-    loop.run(config, str(tmp_path / "run"))
+    experiment.run(config, str(tmp_path / "run"))
   warned = [m for m in caplog.messages if m.startswith("Iteration ")]
   assert [m.split(" = ")[0] for m in warned] == [
     "Iteration 1: challenger/entropy/mean",
@@ -1006,9 +1008,9 @@ def test_a_lost_question_is_out_as_a_whole():
 def test_a_run_that_was_lengthened_equals_a_straight_one(tmp_path):
   """With the real engine: its keys and states survive a restart."""
   small = {"eval.banks": ("none",)}
-  loop.run(tiny_config(iterations=1, **small), str(tmp_path / "a"))
-  loop.run(tiny_config(iterations=2, **small), str(tmp_path / "a"))
-  loop.run(tiny_config(iterations=2, **small), str(tmp_path / "b"))
+  experiment.run(tiny_config(iterations=1, **small), str(tmp_path / "a"))
+  experiment.run(tiny_config(iterations=2, **small), str(tmp_path / "a"))
+  experiment.run(tiny_config(iterations=2, **small), str(tmp_path / "b"))
   one, two = (content(tmp_path / name) for name in "ab")
   for name in ("eval.json", "metrics.jsonl"):
     one.pop(name), two.pop(name)  # one more evaluation, other shapes of a log
@@ -1022,12 +1024,12 @@ def test_a_run_that_was_lengthened_equals_a_straight_one(tmp_path):
 def test_a_run_of_no_iteration_evaluates_what_it_begins_with(tmp_path):
   small = SCRIPTED | {"eval.banks": ("none",)}
   with driver.playing_the_script():
-    loop.run(tiny_config(iterations=0, **small), str(tmp_path))
+    experiment.run(tiny_config(iterations=0, **small), str(tmp_path))
     folder = metrics.RunFolder(tmp_path)
     (first,) = folder.read_json("eval.json", [])
     assert first["iteration"] == 0
     assert not folder.read("metrics.jsonl")
-    loop.run(tiny_config(iterations=1, **small), str(tmp_path))
+    experiment.run(tiny_config(iterations=1, **small), str(tmp_path))
   assert len(folder.read("metrics.jsonl")) == 1
   again, last = folder.read_json("eval.json", [])
   assert (again, last["iteration"]) == (first, 1)
@@ -1036,8 +1038,8 @@ def test_a_run_of_no_iteration_evaluates_what_it_begins_with(tmp_path):
 def test_a_run_can_be_lengthened_and_keeps_its_manifests(tmp_path):
   folder = tmp_path / "run"
   with driver.playing_the_script():
-    loop.run(tiny_config(**SCRIPTED, iterations=1), str(folder))
-    loop.run(tiny_config(**SCRIPTED, iterations=2), str(folder))
+    experiment.run(tiny_config(**SCRIPTED, iterations=1), str(folder))
+    experiment.run(tiny_config(**SCRIPTED, iterations=2), str(folder))
   run = metrics.RunFolder(folder)
   assert [r["iteration"] for r in run.read("metrics.jsonl")] == [1, 2]
   cells = run.read_json("eval.json", [])
@@ -1085,7 +1087,7 @@ def test_a_damaged_folder_is_named_and_left_alone(finished, damage, says):
   damage(folder)
   before = sorted(p.name for p in folder.rglob("*.jsonl*"))
   with driver.playing_the_script(), pytest.raises(ValueError, match=says):
-    loop.run(config, str(folder))
+    experiment.run(config, str(folder))
   assert sorted(p.name for p in folder.rglob("*.jsonl*")) == before
 
 
@@ -1096,7 +1098,7 @@ def test_fewer_iterations_than_finished_is_an_error(finished):
     driver.playing_the_script(),
     pytest.raises(ValueError, match="iterations = 2, but 3 are finished"),
   ):
-    loop.run(config, str(folder))
+    experiment.run(config, str(folder))
 
 
 def test_two_runs_in_one_folder_are_refused(finished):
@@ -1106,15 +1108,15 @@ def test_two_runs_in_one_folder_are_refused(finished):
     metrics.RunFolder(folder).lock(),
     pytest.raises(ValueError, match="Another process runs in"),
   ):
-    loop.run(config, str(folder))
+    experiment.run(config, str(folder))
   with driver.playing_the_script():
-    loop.run(config, str(folder))
+    experiment.run(config, str(folder))
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path):
   config = tiny_config(**{"solver.episode_tokens": 330})
   with pytest.raises(ValueError, match="too long"):
-    loop.run(config, str(tmp_path / "w"))
+    experiment.run(config, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()
 
 
@@ -1125,12 +1127,12 @@ def test_a_disk_that_is_full_stops_the_run(finished, monkeypatch):
   def full(*args, **more):
     raise ValueError("RESOURCE_EXHAUSTED: no space left on device")
 
-  monkeypatch.setattr(loop.checkpoint.Checkpoints, "save", full)
+  monkeypatch.setattr(experiment.checkpoint.Checkpoints, "save", full)
   with (
     driver.playing_the_script(),
     pytest.raises(types.Stopped, match="iteration 4 could not be written.*RES"),
   ):
-    loop.run(config, str(folder))
+    experiment.run(config, str(folder))
 
 
 def test_a_checkpoint_without_room_is_not_begun(finished, monkeypatch):
@@ -1138,26 +1140,28 @@ def test_a_checkpoint_without_room_is_not_begun(finished, monkeypatch):
   folder, config = finished
   config.iterations = 4
   monkeypatch.setattr(
-    loop.checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=9)
+    experiment.checkpoint.shutil,
+    "disk_usage",
+    lambda path: SimpleNamespace(free=9),
   )
-  monkeypatch.setattr(loop.checkpoint.Checkpoints, "save", None)
+  monkeypatch.setattr(experiment.checkpoint.Checkpoints, "save", None)
   said = r"iteration 4 could not be written.* 0\.\d\d GB are needed, 0.00 GB"
   with (
     driver.playing_the_script(),
     pytest.raises(types.Stopped, match=said),
   ):
-    loop.run(config, str(folder))
+    experiment.run(config, str(folder))
 
 
 @pytest.mark.slow
 def test_force_new_goes_on_and_evaluates_anew(tmp_path):
   folder = tmp_path / "run"
   with driver.playing_the_script():
-    loop.run(tiny_config(**SCRIPTED, iterations=1), str(folder))
+    experiment.run(tiny_config(**SCRIPTED, iterations=1), str(folder))
     other = tiny_config(**SCRIPTED, iterations=2, questions=2)
     with pytest.raises(ValueError, match="questions: 3 -> 2"):
-      loop.run(other, str(folder))
-    loop.run(other, str(folder), force_new=True)
+      experiment.run(other, str(folder))
+    experiment.run(other, str(folder), force_new=True)
   run = metrics.RunFolder(folder)
   assert {c["iteration"] for c in run.read_json("eval.json", [])} == {2}
   assert run.read_json("config.json.1", {})["questions"] == 3
@@ -1197,7 +1201,7 @@ def test_eval_mode_tries_other_sets_and_leaves_the_runs_scores(
   config = tiny_config(**SCRIPTED, iterations=3, **{"eval.banks": ("none",)})
   config.eval.sets = {"again": config.eval.sets.tiny_eval}
   with driver.playing_the_script():
-    loop.evaluate_checkpoint(config, str(folder))
+    experiment.evaluate_checkpoint(config, str(folder))
   run = metrics.RunFolder(folder)
   found = run.read_json("eval_00003.json", {})
   assert found["eval"]["banks"] == ["none"]

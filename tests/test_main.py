@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from configs import common, tiny
 from sesa_jax import config as config_lib
-from sesa_jax import loop, manifest, metrics, tools
+from sesa_jax import experiment, manifest, metrics, tools
 from sesa_jax.policy import weights
 
 ROOT = Path(__file__).parents[1]
@@ -123,13 +123,13 @@ def get_config(variant="sesa"):
 """
 STARTS = """
 import sys
-from sesa_jax import loop, main
+from sesa_jax import experiment, main
 
 def run(config, *_, **__):
   print(config.engine.slots, config.mesh.tensor, config.questions)
   print(config.is_locked, len(config.machines))
 
-loop.run = loop.evaluate_checkpoint = run
+experiment.run = experiment.evaluate_checkpoint = run
 sys.exit(main.main())
 """
 
@@ -167,7 +167,7 @@ def refused(tmp_path, monkeypatch, **changes):
   for name, value in changes.items():
     config.update_from_flattened_dict({name.replace("__", "."): value})
   with pytest.raises(ValueError, match=".") as caught:
-    loop.run(config, str(tmp_path / "w"))
+    experiment.run(config, str(tmp_path / "w"))
   return str(caught.value)
 
 

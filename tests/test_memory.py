@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sesa_jax import loop, metrics, prompts, types
+from sesa_jax import experiment, loop, metrics, prompts, types
 from sesa_jax.retrieval import index
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.skills import credit, history
@@ -45,7 +45,7 @@ def controlled(tmp_path_factory):
   here = Path.cwd()
   os.chdir(ROOT)
   with driver.playing_the_script():
-    loop.run(tiny_config(**SCRIPTED | CONTROL, iterations=3), str(folder))
+    experiment.run(tiny_config(**SCRIPTED | CONTROL, iterations=3), str(folder))
   os.chdir(here)
   return metrics.RunFolder(folder)
 
@@ -92,7 +92,7 @@ def test_each_run_ends_with_its_plots(controlled):
   assert picture.read_bytes().startswith(b"\x89PNG")
   picture.unlink()
   with driver.playing_the_script():  # resumed, with nothing left to do
-    loop.run(
+    experiment.run(
       tiny_config(**SCRIPTED | CONTROL, iterations=3), str(controlled.path)
     )
   assert picture.exists()
@@ -231,7 +231,7 @@ def test_bank_modes_of_evaluation():
   modes = ("none", "final", "placebo", "scrambled")
   config, world, state, spy = spied(**ROOM | {"eval.banks": modes})
   with silent() as progress:
-    cells = loop._evaluate(config, world, state, progress)
+    cells = experiment._evaluate(config, world, state, progress)
   assert tuple(cell["bank"] for cell in cells) == modes
   ids = [
     {p["id"]: p["skill_ids"] for p in cell["predictions"]} for cell in cells

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sesa_jax import loop, metrics, mining, types
+from sesa_jax import experiment, loop, metrics, mining, types
 from sesa_jax import tools as tools_lib
 from sesa_jax.skills import bank as skill_bank
 from sesa_jax.skills import record as record_lib
@@ -57,7 +57,7 @@ def played(tmp_path_factory):
     **SCRIPTED, iterations=2, **{"distillation.admit": False}
   )
   with driver.playing_the_script():
-    loop.run(config, str(folder))
+    experiment.run(config, str(folder))
   os.chdir(here)
   return metrics.RunFolder(folder), config
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sesa_jax import config as config_lib
-from sesa_jax import loop, metrics, prompts, types
+from sesa_jax import experiment, metrics, prompts, types
 from sesa_jax.judge import scoring
 from tests import driver, scripted
 from tests.calculator import Calculator
@@ -146,7 +146,7 @@ def test_a_french_world_with_a_calculator_runs(tmp_path, monkeypatch):
   )
   monkeypatch.setattr(scripted, "world_script", french_script)
   with driver.playing_the_script():
-    loop.run(config, str(tmp_path / "run"))
+    experiment.run(config, str(tmp_path / "run"))
   folder = metrics.RunFolder(tmp_path / "run")
   (file,) = metrics.episode_files(folder.path)
   rows = list(metrics.read_episodes(file))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs import tiny
-from sesa_jax import loop, metrics, serve, types
+from sesa_jax import experiment, loop, metrics, serve, types
 from sesa_jax.data import corpus
 from sesa_jax.search import bm25
 from tests import driver, test_loop
@@ -76,7 +76,7 @@ def run(folder, url, evaluates=True, **changes):
   if not evaluates:
     config.eval.sets = {}
   with driver.playing_the_script():
-    loop.run(config, str(folder))
+    experiment.run(config, str(folder))
   return left(folder)
 
 

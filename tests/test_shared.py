@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sesa_jax import config as config_lib
-from sesa_jax import loop, metrics, tools
+from sesa_jax import experiment, loop, metrics, tools
 from sesa_jax import state as state_lib
 from sesa_jax.policy import backbones, export, model, tokenizer, weights
 from tests import driver, test_loop, test_roles
@@ -104,7 +104,7 @@ def test_a_checkpoint_holds_the_one_policy(tmp_path):
     for iterations in lengths:
       config = test_loop.tiny_config(**changes, iterations=iterations)
       with driver.playing_the_script():
-        loop.run(config, str(tmp_path / name))
+        experiment.run(config, str(tmp_path / name))
   rows = [
     metrics.RunFolder(tmp_path / name).read("metrics.jsonl")
     for name in ("straight", "resumed")
@@ -203,7 +203,7 @@ def test_presets_of_one_policy_run(preset, tmp_path):
     | {"challenger.turn_tokens": 160}
   )
   with driver.playing_the_script():
-    loop.run(config, str(tmp_path / "run"))
+    experiment.run(config, str(tmp_path / "run"))
   (row,) = metrics.RunFolder(tmp_path / "run").read("metrics.jsonl")
   assert row["solver/updates"] == row["challenger/updates"] == 1
   if preset != "shared_weights":
