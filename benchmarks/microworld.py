@@ -271,20 +271,23 @@ class Sweep:
     words = imitation(self.config, seed, warm, folder / "policy")
     self._run(name, seed, "warm start", words)
     kept = [int(p.name) for p in (warm / "checkpoints").glob("[0-9]*")]
+    tried = {}
     for step in sorted(kept, reverse=True):
       place = folder / f"step {step}"
       self._export(warm, step, place / "policy")
       flags = (f"--config.policy.path={place / 'policy'}",)
       run = self._pose(name, seed, place, flags)
       self._at_rest(name, seed, place, ("none",), flags)
+      cell = describe(run, place) | {"seed": seed}
+      tried[step] = standing(cell) if self.gate else {}
       try:
-        check_gate(describe(run, place) | {"seed": seed}, self.gate)
+        check_gate(cell, self.gate)
         break
       except ValueError as error:
         print(f"After step {step}: {error}", flush=True)
     else:
       step = max(kept)
-    notes = {"step": step, "of": max(kept)}
+    notes = {"step": step, "of": max(kept), "tried": tried}
     metrics.RunFolder(folder).write_json("notes.json", notes)
     self._export(warm, step, place_of_policy(seed))
 

@@ -382,7 +382,7 @@ def test_the_warm_start_is_made_once(world, job, tmp_path):
   tried = {f"step 30: {step}": 10 for step in steps}
   taken = {"warm start": 10} | tried | dict.fromkeys(steps, 10)
   assert cell["cpu_seconds"] == taken
-  assert cell["notes"] == {"step": 30, "of": 30}
+  assert cell["notes"] == {"step": 30, "of": 30, "tried": {"30": {}}}
   (tmp_path / "8-policy").mkdir()
   job.called.clear()
   world.make("start", 8)
@@ -400,7 +400,14 @@ def test_the_last_checkpoint_within_the_gate_is_taken(world, job, capsys):
   assert [flags["iteration"] for flags in out] == ["30", "20", "20"]
   said = capsys.readouterr().out
   assert "After step 30: The warm start of seed 7: valid proposals 0.50" in said
-  assert made(gated, "start", 7)["notes"] == {"step": 20, "of": 30}
+  notes = made(gated, "start", 7)["notes"]
+  tried = notes.pop("tried")
+  assert notes == {"step": 20, "of": 30}
+  assert {k: v["valid proposals"] for k, v in tried.items()} == {
+    "30": 0.5,
+    "20": 0.25,
+  }
+  assert tried["20"]["two hops, greedy"] == 0.25
 
 
 def test_where_none_is_within_the_gate_the_last_one_is_taken(world, job):
@@ -408,7 +415,9 @@ def test_where_none_is_within_the_gate_the_last_one_is_taken(world, job):
   gated.make("start", 7)
   out = [flags for flags in job.called if flags.get("mode") == "export"]
   assert [flags["iteration"] for flags in out] == ["30", "20", "10", "30"]
-  assert made(gated, "start", 7)["notes"] == {"step": 30, "of": 30}
+  notes = made(gated, "start", 7)["notes"]
+  assert (notes["step"], notes["of"]) == (30, 30)
+  assert set(notes["tried"]) == {"30", "20", "10"}
   with pytest.raises(ValueError, match="valid proposals 0.12, wanted 1 to 1"):
     gated.make("sesa", 7)
 
@@ -547,6 +556,8 @@ def finished(tmp_path):
       points = cell(arm, seed, found)["curve"]
       flat = [dict(point, em=0.2 * seed) for point in points]
       more = {"curve": flat} if arm == "ssp" else {}
+      if (arm, seed) == ("start", 2):
+        more = {"notes": {"step": 20, "of": 30}}
       path.write_text(json.dumps(cell(arm, seed, found, **more)))
   return tmp_path
 
@@ -561,7 +572,9 @@ def rows(text, title):
 def test_report_by_hand(finished):
   text = report_lib.report(finished)
   # Questions are taught 1 hop (right), taught 2 hops, held out 1 and 2 hops.
-  starts = {tuple(row[:3]): row[3:] for row in rows(text, "The warm start")}
+  table = rows(text, "The warm start")
+  assert [row[1] for row in table] == ["-", "-", "20 of 30", "20 of 30"]
+  starts = {(row[0], *row[2:4]): row[4:] for row in table}
   shares = ["100.0 / 0.0", "0.0 / 0.0"]
   assert starts["2", "20.0", "none"] == shares + shares
   assert starts["2", "20.0", "final"] == ["100.0 / 0.0"] * 4
