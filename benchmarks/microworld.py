@@ -20,6 +20,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -227,6 +228,7 @@ class Sweep:
     """
     arm, place = ARMS[name], self.result(name, seed)
     if place.exists():
+      read(place)
       return False
     for needed in (*arm.needs, *(["start"] if name != "start" else [])):
       if not self.result(needed, seed).exists():
@@ -251,14 +253,14 @@ class Sweep:
 
   def _start(self, name: str, seed: int) -> Path:
     if of_a_world(self.config) and not place_of_policy(seed).exists():
-      self._imitate(name, seed)
+      self._imitate(seed)
     folder = self.folder(name, seed)
     run = self._pose(name, seed, folder)
     right = f"--config.eval.other=mined:{worlds.PREFIX}{seed}/right.jsonl"
     self._at_rest(name, seed, folder, ARMS[name].banks, (right,))
     return run
 
-  def _imitate(self, name: str, seed: int) -> None:
+  def _imitate(self, seed: int) -> None:
     """Takes the last checkpoint of the warm start that is within the gate.
 
     Without a skill a policy searches with one of three signs, which it likes
@@ -266,18 +268,26 @@ class Sweep:
     accuracy, changes from one checkpoint to the next. Where none is within, the
     last is taken.
     """
-    folder = self.folder(name, seed)
-    warm = folder / "warm"
-    words = imitation(self.config, seed, warm, folder / "policy")
-    self._run(name, seed, "warm start", words)
-    kept = [int(p.name) for p in (warm / "checkpoints").glob("[0-9]*")]
+    # What was measured there was of another policy.
+    shutil.rmtree(self.folder("start", seed), ignore_errors=True)
+    folder = self.folder("warm", seed)
+    tuned = folder / "run"
+    if not tuned.exists():
+      shutil.rmtree(folder, ignore_errors=True)
+    # One that has ended, too, refuses episodes that it did not begin with.
+    spent = self.launch(imitation(self.config, seed, tuned, folder / "policy"))
+    notes = metrics.RunFolder(folder)
+    spent = notes.read_json("steps.json", {}).get("warm start", spent)
+    taken = {"warm start": spent}
+    notes.write_json("steps.json", notes.read_json("steps.json", {}) | taken)
+    kept = [int(p.name) for p in (tuned / "checkpoints").glob("[0-9]*")]
     tried = {}
     for step in sorted(kept, reverse=True):
       place = folder / f"step {step}"
-      self._export(warm, step, place / "policy")
+      self._export(tuned, step, place / "policy")
       flags = (f"--config.policy.path={place / 'policy'}",)
-      run = self._pose(name, seed, place, flags)
-      self._at_rest(name, seed, place, ("none",), flags)
+      run = self._pose("warm", seed, place, flags)
+      self._at_rest("warm", seed, place, ("none",), flags)
       cell = describe(run, place) | {"seed": seed}
       tried[step] = standing(cell) if self.gate else {}
       try:
@@ -287,9 +297,12 @@ class Sweep:
         print(f"After step {step}: {error}", flush=True)
     else:
       step = max(kept)
-    notes = {"step": step, "of": max(kept), "tried": tried}
-    metrics.RunFolder(folder).write_json("notes.json", notes)
-    self._export(warm, step, place_of_policy(seed))
+    own = metrics.RunFolder(self.folder("start", seed))
+    own.write_json("steps.json", taken)
+    own.write_json(
+      "notes.json", {"step": step, "of": max(kept), "tried": tried}
+    )
+    self._export(tuned, step, place_of_policy(seed))
 
   def _export(self, warm: Path, step: int, out: Path) -> None:
     """Writes the policy after a step of a warm start, if it is not there."""
@@ -302,7 +315,8 @@ class Sweep:
     run = folder / "run"
     flags += ("--config.iterations=1", "--config.questions=64")
     flags += ("--config.eval.banks=('none',)",)
-    self._step(name, seed, self._named("pose", name, seed, folder), flags, run)
+    step = self._named("pose", name, seed, folder)
+    self._step(name, seed, step, flags, run, variant_of="start")
     return run
 
   def _untrained(self, name: str, seed: int) -> Path:
@@ -317,7 +331,7 @@ class Sweep:
       run = folder / f"at {how}"
       step = self._named(how, name, seed, folder)
       more = ("--config.iterations=0", *_evaluating(temperature, banks), *flags)
-      self._step(name, seed, step, more, run)
+      self._step(name, seed, step, more, run, variant_of="start")
       _keep(folder, how, json.loads((run / "eval.json").read_text()))
     return run
 
@@ -395,25 +409,27 @@ class Sweep:
     return step if own else f"{folder.name}: {step}"
 
   def _step(self, name, seed, step, flags, run=None, variant_of="") -> None:
-    """Runs an arm's command once."""
-    arm = ARMS[variant_of or name]
-    words = [
-      f"--config={self.config}:{arm.variant}",
-      f"--workdir={run or self.folder(name, seed) / 'run'}",
-      f"--config.seed={seed}",
-      *self.flags,
-      *arm.flags,
-      *flags,
-    ]
-    self._run(name, seed, step, words)
-
-  def _run(self, name, seed, step, words) -> None:
     """Runs a command once, and notes what it took."""
-    notes = metrics.RunFolder(self.folder(name, seed))
+    folder = self.folder(name, seed)
+    notes = metrics.RunFolder(folder)
     taken = notes.read_json("steps.json", {})
-    if step not in taken:
-      taken[step] = self.launch(words)
-      notes.write_json("steps.json", taken)
+    if step in taken:
+      return
+    arm = ARMS[variant_of or name]
+    taken[step] = self.launch(
+      [
+        f"--config={self.config}:{arm.variant}",
+        f"--workdir={run or folder / 'run'}",
+        f"--config.seed={seed}",
+        *self.flags,
+        *arm.flags,
+        *flags,
+      ]
+    )
+    notes.write_json("steps.json", taken)
+
+
+_KEYS = {"arm", "seed", "evaluations", "panels", "hops", "traps", "questions"}
 
 
 def read(place: Path) -> dict[str, Any]:
@@ -424,7 +440,7 @@ def read(place: Path) -> dict[str, Any]:
   """
   try:
     cell = json.loads(place.read_text("utf-8"))
-    if missing := {"arm", "seed", "evaluations", "panels"} - cell.keys():
+    if missing := _KEYS - cell.keys():
       raise ValueError(f"no {', '.join(sorted(missing))}")
   except (ValueError, AttributeError) as error:
     raise ValueError(
@@ -436,8 +452,8 @@ def read(place: Path) -> dict[str, Any]:
 def standing(cell: Mapping[str, Any]) -> dict[str, float]:
   """Returns what `GATE` bounds, of the cell of a warm start."""
   two = np.array([hops == "2" for hops in cell["hops"]])
-  _, valid = cell["panels"]["valid_rate"]["valid"]
-  found = {"valid proposals": valid[0]}
+  _, valid = cell["panels"].get("valid_rate", {}).get("valid", ((), ()))
+  found = {"valid proposals": next(iter(valid), math.nan)}
   for how in TEMPERATURES:
     right = cell["evaluations"][how]["none"]["right"]
     found[f"two hops, {how}"] = np.array(list(map(int, right)))[two].mean()
@@ -457,7 +473,8 @@ def check_gate(
     if not low <= (value := found[name]) <= high:
       raise ValueError(
         f"The warm start of seed {cell['seed']}: {name} {value:.2f}, wanted "
-        f"{low} to {high}. Change the warm start, or pass --ungated."
+        f"{low} to {high}. Remove this cell and the world's policy to choose "
+        "among checkpoints again, change the warm start, or pass --ungated."
       )
 
 

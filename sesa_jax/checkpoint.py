@@ -33,8 +33,14 @@ _Arrays = Mapping[str, Mapping[str, np.ndarray]]
 
 
 def _not_noise(record: Any) -> bool:
-  """Orbax reports every step of a save; people want to know of trouble."""
-  return "orbax" not in record.pathname or record.levelno > std_logging.INFO
+  """Orbax reports every step of a save, and that it was opened to be read.
+
+  People want to know of trouble.
+  """
+  read = "read only" in str(record.msg).replace("_", " ")
+  return "orbax" not in record.pathname or (
+    record.levelno > std_logging.INFO and not read
+  )
 
 
 class Checkpoints:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from sesa_jax.learner import packing, supervised
 from sesa_jax.policy import export as export_lib
 from sesa_jax.policy import model, sharding, weights
 from sesa_jax.state import TUNED
+
+_EXPORTED = "exported.json"  # places where the policy was written
 
 # Fields that a resumed run may change: its weights do not depend on them.
 _FREE = ("checkpoint.keep:", "sft.checkpoint_every:", "sft.log_every:")
@@ -65,12 +68,12 @@ def run(
   """
   out = out or str(Path(workdir) / "export")
   distributed.initialize()
-  if not _exported(out):
+  reader = metrics.RunFolder(workdir, writes=False)
+  if not _exported(reader, out):
     distributed.from_lead(lambda: export_lib.check(out, "float32"))
   plan = _plan(config, episodes)
   values = metrics.plain(config.to_dict())
   store_at = Path(workdir) / "checkpoints"
-  reader = metrics.RunFolder(workdir, writes=False)
 
   def look():  # before the lead changes anything
     manifest.check_workdir(workdir, values, free=_FREE)
@@ -85,7 +88,8 @@ def run(
         f"{workdir} was begun with other episodes or another tokenizer. Name a "
         "new --workdir, or give those that it began with."
       )
-    if not (_exported(out) and (store_at / str(plan.steps)).is_dir()):
+    done = (store_at / str(plan.steps)).is_dir()
+    if not (done and _exported(reader, out)):
       export_lib.check(out, "float32")
     return before
 
@@ -109,14 +113,24 @@ def run(
       store_at, keep=config.checkpoint.keep, milestone_every=0
     )
     _tune(config, plan, folder, store)
-    if lead and not _exported(out):
+    if lead and not _exported(folder, out):
+      # Said before, since what lies there after a kill is whole, and ours.
+      places = {*folder.read_json(_EXPORTED, []), _from(folder, out)}
+      folder.write_json(_EXPORTED, sorted(places))
       _export(plan, store, out)
     store.close()
   logging.info("The tuned policy, after %d steps: %s", plan.steps, out)
 
 
-def _exported(out: str) -> bool:
-  return (Path(out) / "config.json").is_file()
+def _exported(folder: metrics.RunFolder, out: str) -> bool:
+  """Whether `out` is the policy that this run has written."""
+  places = folder.read_json(_EXPORTED, [])
+  return _from(folder, out) in places and Path(out).is_dir()
+
+
+def _from(folder: metrics.RunFolder, out: str) -> str:
+  """The way there, which holds when both are moved."""
+  return os.path.relpath(out, folder.path)
 
 
 @dataclasses.dataclass(frozen=True)

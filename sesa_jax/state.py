@@ -314,6 +314,8 @@ def export(
       f"--policy={policy}: {workdir} is a folder of --mode=sft, which has one "
       "policy. Leave it out."
     )
+  if not tuned and policy is None:
+    raise ValueError("--policy is missing: name challenger or solver.")
   if not tuned:
     grpo.one_of("--policy", policy, ("challenger", "solver"))
   given = metrics.plain(config.to_dict()) if config else run

@@ -420,7 +420,7 @@ def config(**changes):
   [
     ({"policy": "teacher"}, "'teacher'. Choices: challenger, solver"),
     ({"dtype": "float16"}, "'float16' is unknown. Choices: float32, bfloat16"),
-    ({"policy": None}, "None. Choices: challenger, solver"),
+    ({"policy": None}, "--policy is missing: name challenger or solver"),
     ({"iteration": 7}, "run keeps the checkpoints of 1, 2. checkpoint.keep"),
     ({"workdir": "no/run"}, "no/run is not the folder of a run"),
     ({"out": ROOT / "tests"}, "tests exists and is no empty folder"),

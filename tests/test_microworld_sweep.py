@@ -36,7 +36,8 @@ class MainJob:
       return 1.0
     if flags.get("mode") == "sft":
       for step in (10, 20, 30):
-        (folder.path / f"checkpoints/{step}").mkdir(parents=True)
+        place = folder.path / f"checkpoints/{step}"
+        place.mkdir(parents=True, exist_ok=True)
       return 10.0
     path = Path(flags.get("config.policy.path", "none")) / "step"
     step = int(path.read_text()) if path.exists() else 0
@@ -351,11 +352,11 @@ def modes(job):
 def test_the_warm_start_is_made_once(world, job, tmp_path):
   world.make("start", 7)
   first, *others = job.called
-  folder = world.folder("start", 7)
+  folder = world.folder("warm", 7)
   assert first == {
     "mode": "sft",
     "config": "x/microworld.py:warm_start",
-    "workdir": str(folder / "warm"),
+    "workdir": str(folder / "run"),
     "config.seed": "7",
     "episodes": str(tmp_path / "7-episodes.jsonl"),
     "out": str(folder / "policy"),
@@ -366,7 +367,7 @@ def test_the_warm_start_is_made_once(world, job, tmp_path):
   assert final == trial | {"out": str(tmp_path / "7-policy")}
   assert trial == {
     "mode": "export",
-    "workdir": str(folder / "warm"),
+    "workdir": str(folder / "run"),
     "iteration": "30",
     "out": str(folder / "step 30/policy"),
   }
@@ -378,9 +379,8 @@ def test_the_warm_start_is_made_once(world, job, tmp_path):
     assert flags["config"] == "x/microworld.py:sesa"
     assert "config.policy.path" not in flags
   cell = made(world, "start", 7)
-  steps = ("pose", "greedy", "sampled")
-  tried = {f"step 30: {step}": 10 for step in steps}
-  taken = {"warm start": 10} | tried | dict.fromkeys(steps, 10)
+  steps = ("warm start", "pose", "greedy", "sampled")
+  taken = dict.fromkeys(steps, 10)
   assert cell["cpu_seconds"] == taken
   assert cell["notes"] == {"step": 30, "of": 30, "tried": {"30": {}}}
   (tmp_path / "8-policy").mkdir()
@@ -437,12 +437,30 @@ def test_a_choice_that_was_cut_off_goes_on(world, job, monkeypatch):
     gated.make("start", 7)
   before = len(job.called)
   gated.make("start", 7)
-  assert "sft" not in modes(job)[before:]
-  # Two checkpoints have been seen: the third, and the last step's own.
+  # Imitation has ended, and two checkpoints are seen: the third is left.
   again = job.called[before:]
   trials = [f for f in again if "config.policy.path" in f]
   assert len(trials) == 3
   assert all("step 10" in flags["config.policy.path"] for flags in trials)
+
+
+def test_another_policy_is_measured_anew(world, job, tmp_path):
+  """What was measured of the one before is of no use."""
+  (tmp_path / "7-policy").mkdir()
+  world.make("start", 7)
+  assert modes(job) == [None] * 3
+  (tmp_path / "7-policy").rmdir()
+  world.result("start", 7).unlink()
+  job.called.clear()
+  world.make("start", 7)
+  assert modes(job) == ["sft", "export", *[None] * 3, "export", *[None] * 3]
+  assert made(world, "start", 7)["notes"]["step"] == 30
+  # A warm start that has ended is asked whether it still fits its episodes.
+  sweep_lib.shutil.rmtree(tmp_path / "7-policy")
+  world.result("start", 7).unlink()
+  job.called.clear()
+  world.make("start", 7)
+  assert modes(job) == ["sft", "export", *[None] * 3]
 
 
 def test_kinds_of_questions():
@@ -479,8 +497,9 @@ def test_unknown_arms_and_flags(capsys):
 def test_a_damaged_cell_is_named(sweep, text, tmp_path):
   sweep.result("start", 7).write_text(text)
   strict = sweep_lib.dataclasses.replace(sweep, gate=sweep_lib.GATE)
-  with pytest.raises(ValueError, match=r"start-7.json is no finished cell"):
-    strict.make("sesa", 7)
+  for arm in ("sesa", "start"):
+    with pytest.raises(ValueError, match=r"start-7.json is no finished cell"):
+      strict.make(arm, 7)
   with pytest.raises(ValueError, match=r"start-7.json is no finished cell"):
     report_lib.report(sweep.results)
 

@@ -151,6 +151,19 @@ def test_each_checkpoint_that_is_kept_is_a_policy(tuned, tmp_path):
     state.export(tuned, "solver", tmp_path / "out", "float32")
 
 
+def test_a_place_that_holds_another_policy_is_refused(tuned, data, tmp_path):
+  """Also by a run that has ended, which writes nothing more."""
+  state.export(tuned, None, tmp_path / "other", "float32", iteration=8)
+  before = (tmp_path / "other/model.safetensors").read_bytes()
+  with pytest.raises(ValueError, match="other exists and is no empty folder"):
+    sft.run(config(), str(tuned), [data], out=str(tmp_path / "other"))
+  assert (tmp_path / "other/model.safetensors").read_bytes() == before
+  sft.run(config(), str(tuned), [data])  # its own is left as it is
+  sft.run(config(), str(tuned), [data], out=str(tmp_path / "new"))
+  new = (tmp_path / "new/model.safetensors").read_bytes()
+  assert new == exported(tuned) != before
+
+
 def test_how_often_it_saves_may_change_when_it_resumes(tuned, data, tmp_path):
   folder = tmp_path / "run"
   shutil.copytree(tuned, folder)
