@@ -277,9 +277,8 @@ class Sweep:
     # One that has ended, too, refuses episodes that it did not begin with.
     spent = self.launch(imitation(self.config, seed, tuned, folder / "policy"))
     notes = metrics.RunFolder(folder)
-    spent = notes.read_json("steps.json", {}).get("warm start", spent)
-    taken = {"warm start": spent}
-    notes.write_json("steps.json", notes.read_json("steps.json", {}) | taken)
+    taken = {"warm start": spent} | notes.read_json("steps.json", {})
+    notes.write_json("steps.json", taken)
     kept = [int(p.name) for p in (tuned / "checkpoints").glob("[0-9]*")]
     tried = {}
     for step in sorted(kept, reverse=True):
@@ -298,7 +297,7 @@ class Sweep:
     else:
       step = max(kept)
     own = metrics.RunFolder(self.folder("start", seed))
-    own.write_json("steps.json", taken)
+    own.write_json("steps.json", {"warm start": taken["warm start"]})
     own.write_json(
       "notes.json", {"step": step, "of": max(kept), "tried": tried}
     )

@@ -1,3 +1,4 @@
+import logging as std_logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sesa_jax import checkpoint
 from sesa_jax.checkpoint import Checkpoints
 from sesa_jax.types import Policy
 
@@ -211,3 +213,17 @@ def test_kill_while_writing_leaves_the_checkpoint_before(tmp_path):
     assert checkpoints.restore(3, like)[0]["solver"]["w"][0] == 2.0
     assert not any("tmp" in p.name for p in folder.iterdir())
     checkpoints.close()
+
+
+def test_that_a_checkpoint_is_only_read_is_no_news():
+  """Orbax warns of it; its other warnings are shown, and all of ours."""
+
+  def shown(message, path="orbax/manager.py"):
+    level = std_logging.WARNING
+    record = dict(pathname=path, levelno=level, msg=message)
+    return checkpoint._not_noise(std_logging.makeLogRecord(record))
+
+  assert not shown("Options.read_only=True, setting save_interval_steps=0.")
+  assert not shown("Given directory is read only=%s")
+  assert shown("The disk is full.")
+  assert shown("It is read only.", "sesa_jax/state.py")

@@ -461,6 +461,13 @@ def test_another_policy_is_measured_anew(world, job, tmp_path):
   job.called.clear()
   world.make("start", 7)
   assert modes(job) == ["sft", "export", *[None] * 3]
+  # One that was removed is made, and its checkpoints are tried, again.
+  sweep_lib.shutil.rmtree(tmp_path / "7-policy")
+  sweep_lib.shutil.rmtree(world.folder("warm", 7) / "run")
+  world.result("start", 7).unlink()
+  job.called.clear()
+  world.make("start", 7)
+  assert modes(job) == ["sft", "export", *[None] * 3, "export", *[None] * 3]
 
 
 def test_kinds_of_questions():

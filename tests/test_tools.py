@@ -204,3 +204,12 @@ def test_prompts_that_leave_no_room_are_refused(changes, says):
   config = tiny_config(**changes)
   with pytest.raises(ValueError, match=says):
     tools.assemble(config, tools.read(config))
+
+
+def test_weights_of_one_size_are_told_apart(tmp_path):
+  folders = [tmp_path / name for name in "abc"]
+  for folder, value in zip(folders, (b"1", b"2", b"1"), strict=True):
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(value * 9)
+  one, other, again = (tools.digest(str(folder)) for folder in folders)
+  assert one == again != other
