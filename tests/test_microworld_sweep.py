@@ -451,10 +451,13 @@ def test_another_policy_is_measured_anew(world, job, tmp_path):
   assert modes(job) == [None] * 3
   (tmp_path / "7-policy").rmdir()
   world.result("start", 7).unlink()
+  # A run that is there would be resumed, and so not be played.
+  (left := world.folder("start", 7) / "run/left").touch()
   job.called.clear()
   world.make("start", 7)
   assert modes(job) == ["sft", "export", *[None] * 3, "export", *[None] * 3]
   assert made(world, "start", 7)["notes"]["step"] == 30
+  assert not left.exists()
   # A warm start that has ended is asked whether it still fits its episodes.
   sweep_lib.shutil.rmtree(tmp_path / "7-policy")
   world.result("start", 7).unlink()
